@@ -1,0 +1,90 @@
+"""The draft layers: Qwen3-shaped, but only block rows are queries; context and carry rows enter as keys and values.
+
+Context rows are fused features and go straight into `k_proj`/`v_proj` of every layer (no `input_layernorm`, never
+updated); block rows are normed first. Keys of all rows get the layer's `k_norm` and RoPE at the row's own position.
+
+Letters: `b` batch, `B` block rows (of all anchors), `K` key rows, `H` heads, `G` key/value heads, `hd` head size, `D` hidden.
+Source: SPEC 1.1.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
+
+from .config import DrafterConfig
+
+Rope = tuple[Tensor, Tensor]
+Mask = Tensor | BlockMask | None
+
+
+class KeyValues(Protocol):
+    """Where the keys and values of rows that precede the block live (training: plain tensors; decoding: a preallocated cache)."""
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Puts the block's `[b, G, B, hd]` keys and values behind the stored rows; returns all of them, `[b, G, K, hd]`."""
+        ...
+
+
+class RowKeyValues:
+    """Key/values of context and carry rows for one forward, with gradient. `rows[layer]` is a pair of `[b, G, K, hd]`."""
+
+    def __init__(self, rows: list[tuple[Tensor, Tensor]]) -> None:
+        self.rows = rows
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        stored_keys, stored_values = self.rows[layer]
+        return torch.cat((stored_keys, keys), dim=2), torch.cat((stored_values, values), dim=2)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        d, hd, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = hd
+        self.q_proj = nn.Linear(d, config.num_attention_heads * hd, bias=bias)
+        self.k_proj = nn.Linear(d, config.num_key_value_heads * hd, bias=bias)
+        self.v_proj = nn.Linear(d, config.num_key_value_heads * hd, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * hd, d, bias=bias)
+        self.q_norm = Qwen3RMSNorm(hd, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(hd, eps=config.rms_norm_eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [b, rows, H*hd] -> [b, H, rows, hd]
+
+    def key_values(self, rows: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Rows `[b, K, D]` to their keys and values `[b, G, K, hd]`."""
+        keys = self.k_norm(self.k_proj(rows).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        _, keys = apply_rotary_pos_emb(keys, keys, *rope)
+        return keys, self._heads(self.v_proj(rows))
+
+    def forward(self, block: Tensor, rope: Rope, layer: int, kv: KeyValues, mask: Mask) -> Tensor:
+        queries = self.q_norm(self.q_proj(block).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        _, queries = apply_rotary_pos_emb(queries, queries, *rope)
+        keys, values = kv.extend(layer, *self.key_values(block, rope))
+        gqa = queries.shape[1] != keys.shape[1]
+        if isinstance(mask, BlockMask):
+            out = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=gqa)
+        else:
+            out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=gqa)
+        assert isinstance(out, Tensor)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, block: Tensor, rope: Rope, layer: int, kv: KeyValues, mask: Mask) -> Tensor:
+        """Block rows `[b, B, D]` to `[b, B, D]`."""
+        block = block + self.self_attn(self.input_layernorm(block), rope, layer, kv, mask)
+        return block + self.mlp(self.post_attention_layernorm(block))

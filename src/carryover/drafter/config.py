@@ -1,0 +1,135 @@
+"""Everything that defines a drafter's function, stored in its checkpoint; nothing is left to a silent default elsewhere.
+
+Letters: `B` block rows, `P` proposals, `D` hidden size, `M` captured target layers, `L` target layers, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from transformers import PretrainedConfig
+
+from ..errors import InputError
+from ..layer_ids import LayerIds
+
+Slots = Literal["fill_in", "next_token"]
+MarkovKind = Literal["vanilla", "gated", "rnn"]
+Carry = Literal["none", "plain", "embedding", "projector"]
+CarrySite = Literal["pre_norm", "post_norm"]
+Projector = Literal["fc_copy", "bottleneck"]
+
+
+class DrafterConfig(PretrainedConfig):
+    """A block drafter: a Qwen3-shaped backbone over fused target features, an optional Markov head, a carry interface.
+
+    slots: which proposal slot k of the query block makes (SPEC 1.3). `fill_in`: slot k >= 1 predicts position
+        anchor + k, slot 0 (the anchor's own) predicts nothing, so P = B - 1. `next_token`: slot k predicts
+        anchor + k + 1, so P = B.
+    target_layer_ids: captured target layers, z-lab numbering (see `LayerIds`).
+    mask_token_id: the input of every slot but the first; an existing row of the target's embedding.
+    markov_rank: 0 for DFlash (slots independent given the context), else the rank of the first-order head (SPEC 3.1).
+    carry: how rejected rows enter the context. `none`: never; `plain`: as they are; `embedding`: marked by one learned
+        vector; `projector`: through their own fusion instead of `fc` (SPEC 7).
+    carry_site: where that vector is added: after `fc`, before the norm (the same function as before `fc`), or after the norm.
+    layer_types, sliding_window, sliding_window_from_anchor, sliding_causal: `full_attention` layers see all context and the
+        whole block; `sliding_attention` layers see a window, and only earlier slots where sliding_causal (SPEC 1.5).
+    target_name, target_fingerprint: the target it was trained for; empty in converted public checkpoints.
+    """
+
+    model_type = "carryover_drafter"
+
+    vocab_size: int = 0
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    rope_parameters: dict | None = None
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    sliding_window_from_anchor: bool = False
+    sliding_causal: bool = False
+    tie_word_embeddings: bool = False
+
+    target_hidden_size: int | None = None
+    num_target_layers: int = 0
+    target_layer_ids: list[int] | None = None
+    target_name: str = ""
+    target_fingerprint: str = ""
+
+    block_size: int = 0
+    slots: str = ""
+    mask_token_id: int = -1
+    markov_rank: int = 0
+    markov_kind: str = "vanilla"
+    confidence: bool = False
+    confidence_with_markov: bool = True
+
+    carry: str = "none"
+    carry_site: str = "pre_norm"
+    carry_projector: str = "fc_copy"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.layer_types = list(self.layer_types or ["full_attention"] * self.num_hidden_layers)
+        self.rope_parameters = dict(self.rope_parameters or {"rope_type": "default", "rope_theta": 1e6})
+        self.target_hidden_size = self.target_hidden_size or self.hidden_size
+        self.target_layer_ids = list(self.target_layer_ids or [])
+        super().__post_init__(**kwargs)
+
+    def checked(self) -> DrafterConfig:
+        """Returns itself, or raises InputError naming the first field that cannot work.
+
+        Not run on construction: transformers builds empty configurations to compare defaults.
+        """
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                      "num_key_value_heads", "head_dim", "block_size", "num_target_layers"):  # fmt: skip
+            if getattr(self, field) < 1:
+                raise InputError(f"drafter config: {field} must be at least 1, got {getattr(self, field)}.")
+        for field, choices in (("slots", Slots), ("markov_kind", MarkovKind), ("carry", Carry),
+                               ("carry_site", CarrySite), ("carry_projector", Projector)):  # fmt: skip
+            if getattr(self, field) not in get_args(choices):
+                raise InputError(
+                    f"drafter config: {field} must be one of {', '.join(get_args(choices))}, got {getattr(self, field)!r}."
+                )
+        if self.num_proposals < 1:
+            raise InputError("drafter config: a fill_in block of 1 proposes nothing; block_size must be at least 2.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise InputError(
+                f"drafter config: {self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key/value heads."
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise InputError(
+                f"drafter config: mask_token_id {self.mask_token_id} is no row of the target's embedding (0 to {self.vocab_size - 1})."
+            )
+        unknown = set(self.layer_types or ()) - {"full_attention", "sliding_attention"}
+        if unknown or len(self.layer_types or ()) != self.num_hidden_layers:
+            raise InputError(
+                f"drafter config: layer_types must name full_attention or sliding_attention for each of "
+                f"{self.num_hidden_layers} layers, got {self.layer_types}."
+            )
+        if "sliding_attention" in (self.layer_types or ()) and not self.sliding_window:
+            raise InputError("drafter config: layer_types names sliding_attention, so sliding_window must be set.")
+        if self.confidence and self.confidence_with_markov and not self.markov_rank:
+            raise InputError("drafter config: confidence_with_markov needs a Markov head (markov_rank above 0).")
+        self.layer_ids.checked(self.num_target_layers)
+        return self
+
+    @property
+    def layer_ids(self) -> LayerIds:
+        return LayerIds(self.target_layer_ids or ())
+
+    @property
+    def num_proposals(self) -> int:
+        """P, proposals per round."""
+        return self.block_size - self.first_slot
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot that makes a proposal; slot `first_slot + i` proposes position anchor + 1 + i in both conventions."""
+        return 1 if self.slots == "fill_in" else 0

@@ -1,0 +1,55 @@
+"""The carry interface: what tells the rows of rejected tokens apart from the context rows of committed ones.
+
+Both are target features fused by `hidden_norm(fc(h))`, once per row, read unchanged by every draft layer; carry rows
+get a mark on the way.
+
+Letters: `M` captured layers, `Dt` target hidden size, `D` drafter hidden size. Source: SPEC 1.1 and 6.4-E, paper 2.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .config import DrafterConfig
+
+
+class CarryMark(nn.Module):
+    """What distinguishes carry rows from context rows. Starts as the identity, so a fresh Carryover drafter is its baseline.
+
+    `embedding` holds one vector of size D, zero at the start; `projector` holds a second fusion, a copy of `fc` at the
+    start (`fc_copy`) or a zero-initialised bottleneck correction through D/2 that is added to it (`bottleneck`).
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        width, d = len(config.layer_ids) * (config.target_hidden_size or 0), config.hidden_size
+        self.kind, self.site = config.carry, config.carry_site
+        self.bottleneck = config.carry == "projector" and config.carry_projector == "bottleneck"
+        if config.carry == "embedding":
+            self.embedding = nn.Parameter(torch.zeros(d))
+        elif self.bottleneck:
+            self.down = nn.Linear(width, d // 2, bias=False)
+            self.up = nn.Linear(d // 2, d, bias=False)
+        elif config.carry == "projector":
+            self.fc = nn.Linear(width, d, bias=False)
+
+    @torch.no_grad()
+    def start_from(self, fc: nn.Linear) -> None:
+        """Initialises the mark so that carry rows are fused exactly like context rows."""
+        if self.kind == "embedding":
+            self.embedding.zero_()
+        elif self.bottleneck:
+            self.up.weight.zero_()
+        elif self.kind == "projector":
+            self.fc.weight.copy_(fc.weight)
+
+    def fuse(self, features: Tensor, fc: nn.Linear, norm: nn.Module) -> Tensor:
+        """`[..., M*Dt]` features of rejected tokens to fused rows `[..., D]`."""
+        if self.kind == "projector":
+            return norm(fc(features) + self.up(self.down(features)) if self.bottleneck else self.fc(features))
+        if self.kind == "plain":
+            return norm(fc(features))
+        if self.site == "post_norm":
+            return norm(fc(features)) + self.embedding
+        return norm(fc(features) + self.embedding)

@@ -1,0 +1,162 @@
+"""The block drafter: DFlash, or Markov with a first-order head, with or without carry rows.
+
+It owns no embedding and no LM head: the target's are passed in, never copied. One round is `add context rows`, `add
+carry rows`, `run the block`, `propose`; training does the same for many anchors at once with a mask from `rows.py`.
+
+Letters: `b` batch, `S` context rows, `R` carry rows, `B` block rows, `P` proposals, `M` captured layers, `Dt` target
+hidden size, `D` hidden, `V` vocabulary, `G` key/value heads, `hd` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+from ..errors import InputError
+from ..rows import DrafterRule, Rows, dense, flex
+from .backbone import DraftLayer, KeyValues, Mask, RowKeyValues
+from .config import DrafterConfig
+from .context import CarryMark
+from .heads import Choose, ConfidenceHead, MarkovHead
+
+Head = Callable[[Tensor], Tensor]  # the target's LM head: hidden [..., D] -> logits [..., V]
+
+
+class Proposals(NamedTuple):
+    """tokens `[b, P]`, and the (corrected) logits each was chosen from, `[b, P, V]`."""
+
+    tokens: Tensor
+    logits: Tensor
+
+
+class Drafter(PreTrainedModel):
+    """A block drafter for one frozen target. Weights carry the public names (`fc`, `hidden_norm`, `layers.i...`, `norm`)."""
+
+    config_class = DrafterConfig
+    config: DrafterConfig
+    base_model_prefix = ""
+    main_input_name = "block"
+    _no_split_modules = ["DraftLayer"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flex_attn = True
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config.checked())
+        self.fc = nn.Linear(len(config.layer_ids) * (config.target_hidden_size or 0), config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = Qwen3RotaryEmbedding(config)  # type: ignore[arg-type]  # reads rope_parameters and head_dim only
+        if config.markov_rank:
+            self.markov_head = MarkovHead(config)
+        if config.confidence:
+            self.confidence_head = ConfidenceHead(config)
+        if config.carry != "none":
+            self.carry = CarryMark(config)
+        self.post_init()
+        if config.carry != "none":
+            self.carry.start_from(self.fc)
+
+    # ---- rows ------------------------------------------------------------------------------------------------------
+    def masks(self, queries: Rows, keys: Rows, use_flex: bool = False) -> dict[str, Mask]:
+        """One mask per kind of layer this drafter has, from the rule in `rows.py`."""
+        lower = flex if use_flex else dense
+        return {kind: lower(self.rule(kind), queries, keys) for kind in set(self.config.layer_types or ())}
+
+    def rule(self, layer_type: str) -> DrafterRule:
+        c = self.config
+        if layer_type == "full_attention":
+            return DrafterRule()
+        return DrafterRule(c.sliding_causal, c.sliding_window, c.sliding_window_from_anchor)
+
+    def key_values(self, rows: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Fused rows `[b, K, D]` at `positions [b, K]` to each layer's keys and values, pairs of `[b, G, K, hd]`."""
+        rope = self.rotary(rows, positions)
+        return [layer.self_attn.key_values(rows, rope) for layer in self.layers]
+
+    def context(self, features: Tensor) -> Tensor:
+        """Features of committed tokens `[b, S, M*Dt]` to context rows `[b, S, D]`."""
+        return self.hidden_norm(self.fc(features))
+
+    def carried(self, features: Tensor) -> Tensor:
+        """Features of rejected tokens `[b, R, M*Dt]` to carry rows `[b, R, D]`."""
+        return self.carry.fuse(features, self.fc, self.hidden_norm)
+
+    # ---- one pass --------------------------------------------------------------------------------------------------
+    def block(self, embeds: Tensor, positions: Tensor, kv: KeyValues, masks: dict[str, Mask] | None = None) -> Tensor:
+        """Runs query rows `embeds [b, B, D]` at `positions [b, B]`; returns `[b, B, D]` after the final norm.
+
+        kv holds the rows before the block. masks: one per layer type; None lets every query see every row.
+        """
+        rope, x = self.rotary(embeds, positions), embeds
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rope, i, kv, masks[self.config.layer_types[i]] if masks else None)  # type: ignore[index]
+        return self.norm(x)
+
+    def forward(
+        self,
+        block: Tensor,
+        block_positions: Tensor,
+        masks: dict[str, Mask],
+        features: Tensor,
+        positions: Tensor,
+        carry_features: Tensor | None = None,
+        carry_positions: Tensor | None = None,
+    ) -> Tensor:
+        """The training pass, all anchors in one forward: keys are [context | carry | block] rows, in this order.
+
+        block: embedded query tokens `[b, N*B, D]`; features `[b, S, M*Dt]` at positions `[b, S]`; carry_features
+        `[b, N*P, M*Dt]` at their original positions. masks: from `self.masks`. Returns hidden states `[b, N*B, D]`.
+        """
+        rows, at = self.context(features), positions
+        if carry_features is not None:
+            assert carry_positions is not None
+            rows = torch.cat((rows, self.carried(carry_features)), dim=1)
+            at = torch.cat((at, carry_positions), dim=1)
+        return self.block(block, block_positions, RowKeyValues(self.key_values(rows, at)), masks)
+
+    def block_tokens(self, anchor_token: Tensor) -> Tensor:
+        """Query tokens `[..., B]` of blocks that start with `anchor_token [...]`: the anchor, then masks."""
+        tokens = anchor_token[..., None].repeat_interleave(self.config.block_size, dim=-1)
+        tokens[..., 1:] = self.config.mask_token_id
+        return tokens
+
+    # ---- proposals -------------------------------------------------------------------------------------------------
+    def proposing(self, hidden: Tensor) -> Tensor:
+        """The rows of a block that make proposals: `[b, B, D]` to `[b, P, D]`, in both slot conventions."""
+        return hidden[:, self.config.first_slot :]
+
+    def propose(self, hidden: Tensor, anchor_token: Tensor, head: Head, choose: Choose) -> Proposals:
+        """P proposals from block states `[b, B, D]`; `choose` maps logits to tokens (argmax, or sampling)."""
+        hidden = self.proposing(hidden)
+        logits = head(hidden)
+        if self.config.markov_rank:
+            return Proposals(*self.markov_head.walk(logits, hidden, anchor_token, choose))
+        return Proposals(choose(logits), logits)
+
+    def logits(self, hidden: Tensor, previous: Tensor, head: Head) -> Tensor:
+        """Teacher-forced logits `[b, P, V]` of proposing rows `[b, P, D]`, given the token before each, `[b, P]`."""
+        logits = head(hidden)
+        return logits + self.markov_head.bias(previous, hidden) if self.config.markov_rank else logits
+
+    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """`[b, P]` acceptance logits of proposing rows `[b, P, D]`, given the token before each, `[b, P]`."""
+        with_markov = self.config.confidence_with_markov
+        return self.confidence_head(hidden, self.markov_head.markov_w1(previous) if with_markov else None)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Drafter:  # type: ignore[override]
+        """Loads a checkpoint of this project's own format; a missing, extra or misshapen tensor is an error, not a warning."""
+        kwargs["output_loading_info"] = True
+        drafter, info = super().from_pretrained(*args, **kwargs)
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if info[problem]:
+                names = ", ".join(sorted(map(str, info[problem]))[:3])
+                raise InputError(f"the drafter checkpoint has {problem.replace('_', ' ')} ({names}); it does not fit its config.")
+        return drafter
