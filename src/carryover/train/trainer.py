@@ -104,7 +104,7 @@ class DrafterTrainer(Trainer):
         return loss
 
     def _anchor_loss(self, batch: Batch, prefix: Prefix, anchors: Anchors, hidden: Tensor, log: bool = True) -> Tensor:
-        """The loss of drafted blocks `hidden [b*N, P, D]` against the recorded response at their anchors."""
+        """The loss of drafted blocks `hidden [b*N, B, D]` against the recorded response at their anchors."""
         drafter, p = self.drafter, self.drafter.config.num_proposals
         labels = labels_at(batch, anchors, p)
         teacher = None
@@ -116,7 +116,7 @@ class DrafterTrainer(Trainer):
             return self.target.head(h.to(self.target.dtype))
 
         result = block_loss(
-            hidden,
+            drafter.proposing(hidden),
             labels.previous.flatten(0, 1),
             labels.tokens.flatten(0, 1),
             labels.mask.flatten(0, 1),
