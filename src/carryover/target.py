@@ -163,6 +163,11 @@ class Target:
         if surplus > 0:
             cache.crop(-surplus)
 
+    @staticmethod
+    def select(cache: Cache, requests: Tensor) -> None:
+        """Keeps only these requests (batch indices) of the cache."""
+        cache.batch_select_indices(requests)
+
     @torch.no_grad()
     def forward(
         self,
