@@ -121,7 +121,7 @@ def _check_manifest(file: Path, target: Target, settings: DataConfig) -> None:
     if manifest.get("fingerprint") != target.fingerprint():
         raise InputError(
             f"{file} was recorded from another target ({manifest.get('target')}, fingerprint "
-            f"{manifest.get('fingerprint')}) than {target.name} ({target.fingerprint()}); record this target's responses."
+            f"{manifest.get('fingerprint')}) than {target.name} ({target.fingerprint()}); record anew."
         )
     assert target.tokenizer is not None
     if manifest.get("template") != template_fingerprint(target.tokenizer, settings.template):
