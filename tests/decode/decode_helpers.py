@@ -64,7 +64,7 @@ def make_drafter(target: Target, seed: int = 0, kind: type[Drafter] = Drafter, *
 
 
 class ScriptedDrafter(Drafter):
-    """Proposes the true continuation, except where `plan` says otherwise: round r is right about its first `plan(r)`."""
+    """Proposes the true continuation, but in round r only the first `plan(r)` tokens are right."""
 
     def follow(self, sequence: list[int], plan: Callable[[int], int]) -> ScriptedDrafter:
         """sequence: prompt and true continuation, long enough for every proposal. Starts counting rounds anew."""

@@ -39,8 +39,8 @@ class Request:
     """One request between two rounds.
 
     anchor: position of the last committed token. anchor_token: that token, `[1]`, on the device. cache: the target's,
-    rows 0..anchor-1. fresh: features `[1, rows, M*Dt]` of the committed tokens that the drafter has not taken in yet, up
-    to anchor-1. carry: what the last round rejected, None after full acceptance. The last three are None without a
+    rows 0..anchor-1. fresh: features `[1, rows, M*Dt]` of committed tokens that the drafter has not taken in yet, up to
+    anchor-1. carry: what the last round rejected, None after full acceptance. The last three are None without a
     drafter.
     """
 
@@ -65,7 +65,7 @@ class Engine:
         carry: bool = True,
         timed: bool | None = None,
     ) -> None:
-        """drafter: None for plain decoding. draft_sampling: how proposals are chosen above temperature 0, see `verify.py`.
+        """drafter: None decodes plainly. draft_sampling: how to choose proposals above temperature 0, see `verify.py`.
 
         carry: False ignores the drafter's carry interface. timed: fill in the times of every round, which makes it wait
         three times for an accelerator; None times on the CPU only. Raises InputError for an unknown draft_sampling.
@@ -224,7 +224,7 @@ class Engine:
         return self.target.head(hidden.to(self.target.dtype))
 
     def _verify_and_commit(self, request: Request, proposals: Tensor, q: Tensor | None) -> tuple[list[int], int, int]:
-        """One target forward; returns the proposals, n, and the correction or bonus. The round's one wait for a device."""
+        """One target forward; returns the proposals, n, and the correction or bonus. Waits for the device, once."""
         target, anchor, count = self.target, request.anchor, proposals.shape[1]
         tokens = torch.cat((request.anchor_token[:, None], proposals), dim=1)
         out = target.forward(tokens, request.cache, self.layer_ids)

@@ -3,8 +3,8 @@
 Only the committed rows of the draft cache survive a round; carry and block rows are written behind them and forgotten.
 Rejected rows survive as target features until the next draft, which reads them once.
 
-Letters: `R` carry rows, `B` block rows, `K` all rows, `M` captured layers, `Dt` target hidden size, `G` key/value heads,
-`hd` head size. Source: SPEC 1.6 and 6.1.
+Letters: `R` carry rows, `B` block rows, `K` all rows, `M` captured layers, `Dt` target hidden size, `G` key/value
+heads, `hd` head size. Source: SPEC 1.6 and 6.1.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 All rules are lossless: whatever the drafter does, the tokens they emit are distributed as the target's own.
 
 * Drafts chosen by argmax (`draft_sampling="greedy"`): the target chooses a token at every row, and proposals are
-  accepted while they equal it. At temperature 0 this is the greedy rule. Above it, it is sample-and-match, which is also
-  rejection sampling with a one-hot draft distribution: a proposal is accepted with probability `p(proposal)`.
+  accepted while they equal it. At temperature 0 this is the greedy rule. Above it, it is sample-and-match, which is
+  also rejection sampling with a one-hot draft distribution: a proposal is accepted with probability `p(proposal)`.
 * Drafts drawn from the drafter's distribution q (`draft_sampling="probabilistic"`): rejection sampling. A proposal is
   accepted with probability `min(1, p/q)`; the first rejected one is replaced by a draw from `max(p - q, 0)`.
 
@@ -45,8 +45,7 @@ def verify(
     """Applies the rule that fits how the proposals were made.
 
     proposals: `[b, P]`, P may be 0. logits: the target's, `[b, P+1, V]`; row 0 is the anchor's and judges proposal 1,
-    the last row gives the bonus. draft_probabilities: `[b, P, V]`, the fp32 distributions the proposals were drawn from,
-    after all corrections and processors (`Chooser` records them); None if they were chosen by argmax.
+    the last row gives the bonus. draft_probabilities: `[b, P, V]`, the fp32 distributions they were drawn from, after all corrections and processors (`Chooser` records them); None if they were chosen by argmax.
     """
     if sampling.greedy or draft_probabilities is None:
         return sample_and_match(proposals, sampling.choose(logits, generator))
