@@ -5,6 +5,7 @@ Letters: `B` block rows, `P` proposals, `D` hidden size, `M` captured target lay
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, Literal, get_args
 
 from transformers import PretrainedConfig
@@ -100,6 +101,11 @@ class DrafterConfig(PretrainedConfig):
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
         self.target_layer_ids = list(self.target_layer_ids or [])
         super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without the attributes that trainers hang on a config (`use_cache`, ...), which no reader should meet."""
+        known = {field.name for field in fields(self)} | FRAMEWORK_KEYS  # type: ignore[arg-type]
+        return {key: value for key, value in super().to_dict().items() if key in known}
 
     def checked(self) -> DrafterConfig:
         """Returns itself, or raises InputError naming the first field that cannot work.
