@@ -65,9 +65,13 @@ class Sampling:
 def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One index `[...]` for each row of non-negative `weights [..., V]`, which need not sum to one.
 
-    The winner of a race of exponential clocks with these rates; unlike `torch.multinomial` it never waits for a device.
+    Inverts the cumulative sum, in fp64 so that rare tokens keep their share and tokens of weight zero never appear. For
+    a whole block several times faster than `torch.multinomial`, and it never waits for a device.
     """
-    return (weights / torch.empty_like(weights).exponential_(generator=generator)).argmax(-1)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    u = torch.rand(*weights.shape[:-1], 1, dtype=torch.float64, device=weights.device, generator=generator)
+    index = torch.searchsorted(cumulative, u * cumulative[..., -1:], right=True)[..., 0]
+    return index.clamp(max=weights.shape[-1] - 1)
 
 
 def _drop(scores: Tensor, unwanted: Tensor) -> Tensor:
