@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-import carryover.train.losses as losses
 import pytest
 import torch
+
+import carryover.train.losses as losses
 from carryover.train.losses import Objective, block_loss, decay_weights, dpace_weights
 
 T, P, D, V = 5, 4, 8, 11
@@ -65,7 +66,12 @@ def slow(x: dict[str, torch.Tensor], objective: Objective) -> tuple[float, int]:
 
 @pytest.mark.parametrize(
     "objective",
-    [Objective(), Objective(0.1, 0.9, 4.0), Objective(weighting="dpace"), Objective(0.1, 0.9, weighting="dpace", dpace_alpha=0.3)],
+    [
+        Objective(),
+        Objective(0.1, 0.9, 4.0),
+        Objective(weighting="dpace"),
+        Objective(0.1, 0.9, weighting="dpace", dpace_alpha=0.3),
+    ],
 )
 @pytest.mark.parametrize("chunk", [1 << 26, P * V])
 def test_loss_equals_a_loop_over_slots(objective: Objective, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +87,9 @@ def test_loss_equals_a_loop_over_slots(objective: Objective, chunk: int, monkeyp
     assert result.seen.tolist() == x["mask"].sum(0).tolist()
 
 
-def test_gradient_reaches_exactly_the_supervised_slots_and_chunking_does_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_reaches_exactly_the_supervised_slots_and_chunking_does_not_change_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gradients = []
     for chunk in (1 << 26, P * V):
         monkeypatch.setattr(losses, "MAX_CHUNK", chunk)

@@ -1,5 +1,6 @@
-"""Training and decoding are the same function: block states of the parallel training pass equal those of the real engine
-for the same anchor, context and carry, round after round. The test whose absence cost others their acceptance."""
+"""Training and decoding are the same function: block states of the parallel training pass equal those of the real
+engine for the same anchor, context and carry, round after round. The test whose absence cost others their
+acceptance."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import packed, tiny_drafter
+from tiny import tiny_target
+
 from carryover.decode.engine import Engine, Request
 from carryover.drafter.modeling import Drafter
 from carryover.train.anchors import Anchors
 from carryover.train.transition import Transition, draft, read_prefix, second_draft, transition, verify
-from helpers import packed, tiny_drafter
-from tiny import tiny_target
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"carry": "none"}),

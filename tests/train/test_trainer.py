@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tiny import tiny_target
+
 from carryover.config import Recipe
 from carryover.decode.engine import Engine
 from carryover.drafter.modeling import Drafter
 from carryover.errors import InputError
 from carryover.target import Target
 from carryover.train.trainer import last_checkpoint, train, with_carry
-from tiny import tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,9 @@ def test_resume_equals_an_uninterrupted_run(
     stage: Any, optimizer: str, target: Target, corpus: Path, tmp_path: Path
 ) -> None:
     short = recipe(corpus, tmp_path, steps=2)
-    start = train(short, "baseline", tmp_path / "start", target=target, progress=False) if stage == "carryover" else None
+    start = (
+        train(short, "baseline", tmp_path / "start", target=target, progress=False) if stage == "carryover" else None
+    )
     for save_steps, last in ((3, 6), (5, 5)):  # in the middle of an epoch, and at its end
         r = recipe(corpus, tmp_path, optimizer=optimizer, save_steps=save_steps)
         whole = train(r, stage, tmp_path / f"whole{last}", start=start, target=target, progress=False)

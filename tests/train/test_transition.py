@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import packed, random_documents, stack, tiny_drafter
+from tiny import tiny_target
+
 from carryover.drafter.backbone import RowKeyValues
 from carryover.drafter.modeling import Drafter
 from carryover.target import Target
 from carryover.train.anchors import labels_at, sample_anchors
 from carryover.train.losses import Objective, block_loss
 from carryover.train.transition import Transition, draft, read_prefix, second_draft, transition
-from helpers import packed, random_documents, stack, tiny_drafter
-from tiny import tiny_target
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"carry": "embedding"}),
@@ -99,11 +100,11 @@ def test_the_parallel_step_equals_the_step_done_anchor_by_anchor(family: str, ov
         step = transition(drafter, target, batch, prefix, anchors, compare=True)
         hidden = second_draft(drafter, target, batch, prefix, step)
     p, documents = drafter.config.num_proposals, documents_of(batch)
-    hidden = drafter.proposing(hidden).view(*anchors.index.shape, p, -1)
+    hidden = drafter.proposing(hidden).view(*anchors.column.shape, p, -1)
     objective = Objective(0.1, 0.9, 4.0)
     total, seen_counts = 0.0, set()
-    for r in range(anchors.index.shape[0]):
-        for n in range(anchors.index.shape[1]):
+    for r in range(anchors.column.shape[0]):
+        for n in range(anchors.column.shape[1]):
             if not anchors.valid[r, n]:
                 assert not step.next.valid[r, n]
                 continue
@@ -115,7 +116,7 @@ def test_the_parallel_step_equals_the_step_done_anchor_by_anchor(family: str, ov
             assert int(step.accepted[r, n]) == count
             branch = target.forward(torch.tensor([row["ids"][: a + 1] + proposals]), layer_ids=drafter.config.layer_ids)
             states = branch.features[0, a + 1 :]
-            packed_states = step.carry_features.view(*anchors.index.shape, p, -1)[r, n]
+            packed_states = step.carry_features.view(*anchors.column.shape, p, -1)[r, n]
             assert torch.allclose(packed_states, states, atol=1e-5)
             greedy = target.head(branch.hidden[0, a:]).argmax(-1).tolist()
             agreed = 0
@@ -137,7 +138,7 @@ def test_the_parallel_step_equals_the_step_done_anchor_by_anchor(family: str, ov
             total += slow_loss(target, drafter, row, shifted, expected, objective)
     assert len(seen_counts) >= 3, "the fixture must cover several accepted counts"
     labels = labels_at(batch, step.next, p)
-    index = labels.index.flatten(1)[..., None].expand(-1, -1, prefix.hidden.shape[-1])
+    index = labels.column.flatten(1)[..., None].expand(-1, -1, prefix.hidden.shape[-1])
     result = block_loss(
         hidden.flatten(0, 1), labels.previous.flatten(0, 1), labels.tokens.flatten(0, 1), labels.mask.flatten(0, 1),
         lambda h, y: drafter.logits(h, y, target.head), objective, target.head,
@@ -210,7 +211,7 @@ def test_nothing_at_or_after_an_anchor_reaches_its_draft(family: str) -> None:
     changed = {k: v.clone() for k, v in batch.items()}
     one = anchors.position[0][anchors.valid[0]].tolist()
     n = one.index(max(one))
-    column = int(anchors.index[0, n])
+    column = int(anchors.column[0, n])
     changed["input_ids"][0, column + 1 :] = torch.randint(6, 90, changed["input_ids"][0, column + 1 :].shape)
     p = drafter.config.num_proposals
     with torch.no_grad():
@@ -219,7 +220,7 @@ def test_nothing_at_or_after_an_anchor_reaches_its_draft(family: str) -> None:
         features[0, column:] = torch.randn_like(features[0, column:]) * 10  # the anchor's own state included
         prefixes[1] = prefixes[1]._replace(features=features)
         a, b = (
-            drafter.proposing(draft(drafter, target, x, prefix, anchors)).view(*anchors.index.shape, p, -1)[0, n]
+            drafter.proposing(draft(drafter, target, x, prefix, anchors)).view(*anchors.column.shape, p, -1)[0, n]
             for x, prefix in zip((batch, changed), prefixes, strict=True)
         )
     assert torch.equal(a, b)
@@ -235,7 +236,7 @@ def test_the_guarded_rule_keeps_the_anchors_on_which_both_rules_agree() -> None:
         for r, n in step.next.valid.nonzero().tolist():
             count = int(step.accepted[r, n])
             if count < drafter.config.num_proposals:
-                assert step.proposals[r, n, count] != batch["input_ids"][r, step.next.index[r, n]]
+                assert step.proposals[r, n, count] != batch["input_ids"][r, step.next.column[r, n]]
 
 
 def test_the_prefix_cache_is_untouched_by_verification() -> None:

@@ -1,4 +1,5 @@
-"""Which positions of a recorded response a drafter is trained at, and which recorded tokens it is supervised with there.
+"""Which positions of a recorded response a drafter is trained at, and which recorded tokens it is supervised with
+there.
 
 An anchor stands for the last committed token of a round, so it is a response token, and the token after it must be
 supervised. Documents are sampled separately (a long one never starves a short one in the same packed row).
@@ -17,17 +18,17 @@ Batch = dict[str, Tensor]  # input_ids, positions, document (-1 padding), loss_m
 
 
 class Anchors(NamedTuple):
-    """index: column of the packed row, `[b, N]`; valid: False for padding. position, document: of those columns."""
+    """column: of the packed row, `[b, N]`; valid: False for padding. position, document: of those columns."""
 
-    index: Tensor
+    column: Tensor
     valid: Tensor
     position: Tensor
     document: Tensor
 
     @classmethod
-    def at(cls, index: Tensor, valid: Tensor, batch: Batch) -> Anchors:
-        index = torch.where(valid, index, 0)
-        return cls(index, valid, batch["positions"].gather(1, index), batch["document"].gather(1, index))
+    def at(cls, column: Tensor, valid: Tensor, batch: Batch) -> Anchors:
+        column = torch.where(valid, column, 0)
+        return cls(column, valid, batch["positions"].gather(1, column), batch["document"].gather(1, column))
 
 
 def supervised(batch: Batch, ahead: int) -> Tensor:
@@ -49,7 +50,8 @@ def can_anchor(batch: Batch) -> Tensor:
 def sample_anchors(batch: Batch, per_document: int, ahead: int, generator: torch.Generator) -> Anchors:
     """Up to `per_document` anchors of every document, without replacement, in order.
 
-    ahead: supervised tokens that must follow an anchor, 1 for a baseline step, 2 where the anchor is about to be shifted.
+    ahead: supervised tokens that must follow an anchor, 1 for a baseline step, 2 where the anchor is about to be
+    shifted.
     """
     allowed = supervised(batch, 0)
     for k in range(1, ahead + 1):
@@ -75,19 +77,19 @@ class Labels(NamedTuple):
     """What the P proposals at each anchor should have been, `[b, N, P]` each.
 
     tokens: recorded tokens at anchor + 1 .. anchor + P; previous: the token before each; mask: whether supervised (a
-    proposal counts only while all before it do); index: column whose target state predicts the label.
+    proposal counts only while all before it do); column: the one whose target state predicts the label.
     """
 
     tokens: Tensor
     previous: Tensor
     mask: Tensor
-    index: Tensor
+    column: Tensor
 
 
 def labels_at(batch: Batch, anchors: Anchors, proposals: int) -> Labels:
     """Recorded continuation at the anchors, cut at the first token that is not supervised."""
     s = batch["input_ids"].shape[1]
-    index = anchors.index[..., None] + torch.arange(proposals, device=anchors.index.device)
+    index = anchors.column[..., None] + torch.arange(proposals, device=anchors.column.device)
     inside = (index + 1 < s) & anchors.valid[..., None]
     index, label_index = index.clamp(max=s - 1), (index + 1).clamp(max=s - 1)
 

@@ -6,7 +6,8 @@ q: the drafter's (corrected) distribution for proposal i, p: the target's at the
 |.|_1 is the plain L1 norm, 0 to 2 (SPEC 3.2, the scale trap). The sum is divided by one number for the whole optimiser
 step, all micro-batches and ranks of it, so that accumulating k micro-batches equals one batch k times as large.
 
-Letters: `T` anchors (flattened), `P` proposals, `D` hidden, `V` vocabulary. Source: SPEC 2.1, 2.3, 3.2; D-PACE: arXiv 2605.18810.
+Letters: `T` anchors (flattened), `P` proposals, `D` hidden, `V` vocabulary. Source: SPEC 2.1, 2.3, 3.2; D-PACE: arXiv
+2605.18810.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def block_loss(
 ) -> BlockLoss:
     """The loss of `T` blocks, their logits computed a chunk at a time and again in backward when they would not fit.
 
-    hidden `[T, P, D]`; previous, labels, mask `[T, P]`. With l1, target_hidden `[T, P, Dt]` holds the target's final states
-    that predict each label and target_logits_of is its head.
+    hidden `[T, P, D]`; previous, labels, mask `[T, P]`. With l1, target_hidden `[T, P, Dt]` holds the target's final
+    states that predict each label and target_logits_of is its head.
     """
     keep = mask.any(-1)
     hidden, previous, labels, mask = hidden[keep], previous[keep], labels[keep], mask[keep]

@@ -15,10 +15,14 @@ from torch import Tensor, nn
 class MuonAdamW(torch.optim.Optimizer):
     """`matrices` go to Muon, `others` (norms, embeddings, vectors, vocabulary-sized matrices) to AdamW."""
 
-    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], lr: float, weight_decay: float) -> None:
+    def __init__(
+        self, matrices: list[nn.Parameter], others: list[nn.Parameter], lr: float, weight_decay: float
+    ) -> None:
         self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         self.adamw = torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
-        super().__init__(self.muon.param_groups + self.adamw.param_groups, {})  # shares the group dicts, so one lr rules
+        super().__init__(
+            self.muon.param_groups + self.adamw.param_groups, {}
+        )  # shares the group dicts, so one lr rules
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:  # type: ignore[override]
@@ -36,7 +40,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """(matrices for Muon, others): the weights of linear layers inside the backbone, and the rest."""
-    matrices, others = [], []
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         inner = parameter.ndim == 2 and not name.startswith("markov_head") and not name.startswith("confidence_head")
         (matrices if inner else others).append(parameter)

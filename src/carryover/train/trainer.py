@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ..config import Recipe, StageConfig, drafter_config
+from ..config import CarryoverConfig, Recipe, StageConfig, drafter_config
+from ..data.chat import render_prompt
 from ..data.corpus import collate, load_corpus, pack
 from ..data.prompts import load_prompts
 from ..drafter.config import DrafterConfig
@@ -41,13 +42,20 @@ Stage = Literal["baseline", "continued", "carryover"]
 class DrafterTrainer(Trainer):
     """`Trainer` whose model is the drafter; the frozen target is held beside it and never saved."""
 
+    target: Target
+    stage: Stage
+    settings: StageConfig
+    objective: Objective
+    sums: dict[str, Tensor]
+
     def __init__(self, target: Target, stage: Stage, settings: StageConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        del self.drafter.config.use_cache  # set by Trainer; a drafter has no such option
         self.target, self.stage, self.settings = target, stage, settings
         loss = settings.loss
         self.objective = Objective(loss.ce, loss.l1, loss.gamma, loss.weighting, loss.dpace_alpha)
         self.model_accepts_loss_kwargs = True  # compute_loss divides by num_items_in_batch itself
-        self.sums: dict[str, Tensor] = {}
+        self.sums = {}
 
     @property
     def drafter(self) -> Drafter:
@@ -63,8 +71,8 @@ class DrafterTrainer(Trainer):
             generator = torch.Generator().manual_seed(hash(seed) & 0x7FFFFFFFFFFFFFFF)
             ahead = 2 if self.stage == "carryover" else 1
             anchors = sample_anchors(batch, self.settings.anchors, ahead, generator)
-            batch["anchor_index"], batch["anchor_valid"] = anchors.index, anchors.valid
-            batch["anchor_draw"] = torch.rand(anchors.index.shape, generator=generator)
+            batch["anchor_index"], batch["anchor_valid"] = anchors.column, anchors.valid
+            batch["anchor_draw"] = torch.rand(anchors.column.shape, generator=generator)
             mask = labels_at(batch, anchors, self.drafter.config.num_proposals).mask
             total += self.objective.normaliser(mask).to(device)
         if self.args.world_size > 1:
@@ -74,7 +82,8 @@ class DrafterTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Weighted sum over this micro-batch, divided by the total weight of the step (all micro-batches, all ranks)."""
+        """Weighted sum over this micro-batch, divided by the total weight of the step (all micro-batches, all
+        ranks)."""
         batch: Batch = inputs
         anchors = Anchors.at(batch.pop("anchor_index"), batch.pop("anchor_valid"), batch)
         draw = batch.pop("anchor_draw")
@@ -88,15 +97,20 @@ class DrafterTrainer(Trainer):
 
     def _carryover_loss(self, model: Any, batch: Batch, prefix: Prefix, anchors: Anchors, draw: Tensor) -> Tensor:
         s = self.settings
+        assert isinstance(s, CarryoverConfig)
         compare = self.state.global_step % self.args.logging_steps == 0
         step = transition(self.drafter, self.target, batch, prefix, anchors, s.acceptance, compare)
-        hidden = second_draft(model, self.target, batch, prefix, step, draw < s.carry_dropout if s.carry_dropout else None)
+        hidden = second_draft(
+            model, self.target, batch, prefix, step, draw < s.carry_dropout if s.carry_dropout else None
+        )
         loss = self._anchor_loss(batch, prefix, step.next, hidden)
         if s.first_pass_loss:
             first = draft(model, self.target, batch, prefix, anchors)
             loss = loss + s.first_pass_loss * self._anchor_loss(batch, prefix, anchors, first, log=False)
         self._add(
-            first_accepted=(step.accepted * anchors.valid).sum(), first_blocks=anchors.valid.sum(), kept=step.next.valid.sum()
+            first_accepted=(step.accepted * anchors.valid).sum(),
+            first_blocks=anchors.valid.sum(),
+            kept=step.next.valid.sum(),
         )
         if step.greedy is not None:
             differ = (step.greedy != step.accepted) & anchors.valid
@@ -109,7 +123,7 @@ class DrafterTrainer(Trainer):
         labels = labels_at(batch, anchors, p)
         teacher = None
         if self.objective.l1:
-            index = labels.index.flatten(1)[..., None].expand(-1, -1, prefix.hidden.shape[-1])
+            index = labels.column.flatten(1)[..., None].expand(-1, -1, prefix.hidden.shape[-1])
             teacher = prefix.hidden.gather(1, index).view(-1, p, prefix.hidden.shape[-1])
 
         def head(h: Tensor) -> Tensor:
@@ -135,10 +149,13 @@ class DrafterTrainer(Trainer):
             self.sums[name] = self.sums.get(name, 0) + value.detach().double().cpu()  # type: ignore[operator]
 
     def _log_block(self, r: BlockLoss) -> None:
-        self._add(ce=r.ce, l1=r.l1, slots=r.slots, matched=r.matched, blocks=r.blocks, right0=r.right[0], seen0=r.seen[0])
+        self._add(
+            ce=r.ce, l1=r.l1, slots=r.slots, matched=r.matched, blocks=r.blocks, right0=r.right[0], seen0=r.seen[0]
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds means since the last log. `acceptance`: 1 + tokens of the longest right prefix of a block, recorded text."""
+        """Adds means since the last log. `acceptance`: 1 + tokens of the longest right prefix of a block, recorded
+        text."""
         s = {k: float(v) for k, v in self.sums.items()}
         if s.get("blocks"):
             logs["cross_entropy"] = s["ce"] / max(s["slots"], 1)
@@ -156,7 +173,7 @@ class DrafterTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None and self.settings.optimizer == "muon":
-            self.optimizer = MuonAdamW(*split_parameters(self.model), self.args.learning_rate, self.args.weight_decay)
+            self.optimizer = MuonAdamW(*split_parameters(self.drafter), self.args.learning_rate, self.args.weight_decay)
         return super().create_optimizer(model)
 
 
@@ -201,7 +218,8 @@ class GracefulStop(TrainerCallback):
 
 
 class DecodeCheck(TrainerCallback):
-    """Decodes held-out prompts with the real engine now and then: training accuracy alone has fooled many (LANDSCAPE C)."""
+    """Decodes held-out prompts with the real engine now and then: training accuracy
+    alone has fooled many."""
 
     def __init__(self, trainer: DrafterTrainer, prompts: list[list[int]], every: int, max_new_tokens: int) -> None:
         self.trainer, self.prompts, self.every, self.max_new_tokens = trainer, prompts, every, max_new_tokens
@@ -223,10 +241,13 @@ class DecodeCheck(TrainerCallback):
 
 
 def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | None) -> Drafter:
-    """The drafter a stage begins with: fresh, or the given checkpoint, with the recipe's carry interface for `carryover`."""
+    """The drafter a stage begins with: fresh, or the given checkpoint, with the recipe's carry interface for
+    `carryover`."""
     if stage == "baseline":
         if start is not None:
-            raise InputError("the baseline stage starts from scratch; use --stage continued to go on from a checkpoint.")
+            raise InputError(
+                "the baseline stage starts from scratch; use --stage continued to go on from a checkpoint."
+            )
         config = drafter_config(recipe, target)
         config.carry = "none"
         torch.manual_seed(recipe.seed)
@@ -238,11 +259,14 @@ def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | No
 
 
 def with_carry(drafter: Drafter, recipe: Recipe) -> Drafter:
-    """The same drafter with a fresh carry interface, which starts as the same function (carry rows look like context)."""
+    """The same drafter with a fresh carry interface, which starts as the same function (carry rows look like
+    context)."""
     if drafter.config.carry != "none":
         raise InputError("the starting checkpoint already carries; start the carryover stage from a baseline drafter.")
     if recipe.carry.interface == "none":
-        raise InputError("the carryover stage needs a carry interface; set carry.interface to embedding, plain or projector.")
+        raise InputError(
+            "the carryover stage needs a carry interface; set carry.interface to embedding, plain or projector."
+        )
     config = DrafterConfig.from_dict(drafter.config.to_dict())
     config.carry, config.carry_site = recipe.carry.interface, recipe.carry.site
     config.carry_projector = recipe.carry.projector
@@ -274,11 +298,12 @@ def train(
     target: Target | None = None,
     progress: bool = True,
 ) -> Path:
-    """Trains one stage of a recipe and returns `out`, which then holds the drafter, its checkpoints and `train_log.jsonl`.
+    """Trains one stage of a recipe and returns `out`, which then holds the drafter, its checkpoints and
+    `train_log.jsonl`.
 
-    start: the checkpoint of the continued and carryover stages. resume: go on from the newest checkpoint in `out`; without
-    it an `out` that holds checkpoints is refused. corpus: overrides the recipe's. Raises InputError for input that does not
-    fit, KeyboardInterrupt after a graceful stop (the checkpoint is written then).
+    start: the checkpoint of the continued and carryover stages. resume: go on from the newest checkpoint in `out`;
+    without it an `out` that holds checkpoints is refused. corpus: overrides the recipe's. Raises InputError for input
+    that does not fit, KeyboardInterrupt after a graceful stop (the checkpoint is written then).
     """
     settings: StageConfig = getattr(recipe.train, stage)
     checkpoint = last_checkpoint(out) if out.exists() else None
@@ -304,7 +329,11 @@ def train(
         callbacks=[JsonLog(out / "train_log.jsonl"), stop],
     )
     if settings.eval_steps and settings.eval_prompts:
-        prompts = [target_prompt(target, p.turns) for p in load_prompts(settings.eval_prompts)]
+        tokenizer = target.tokenizer
+        assert tokenizer is not None
+        prompts = [
+            render_prompt(tokenizer, p.turns[:1], recipe.data.template) for p in load_prompts(settings.eval_prompts)
+        ]
         trainer.add_callback(DecodeCheck(trainer, prompts, settings.eval_steps, recipe.evaluate.max_new_tokens))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stop.asked:
@@ -312,13 +341,6 @@ def train(
     if trainer.is_world_process_zero():
         save_drafter(trainer.drafter, out)
     return out
-
-
-def target_prompt(target: Target, turns: list[str]) -> list[int]:
-    from ..data.chat import render_prompt
-
-    assert target.tokenizer is not None
-    return render_prompt(target.tokenizer, turns[:1])
 
 
 def training_arguments(recipe: Recipe, s: StageConfig, out: Path, progress: bool) -> TrainingArguments:

@@ -2,7 +2,8 @@
 
 Stage 0  the target reads the recorded sequence once: features, and its K/V as the prefix of every branch.
 Stage 1  a first draft at each sampled anchor, without carry and without gradient.
-Stage 2  the target verifies all first drafts in one forward with isolated branches. The recorded response decides how many
+Stage 2  the target verifies all first drafts in one forward with isolated branches. The recorded response decides how
+many
          proposals are accepted, and the next anchor follows: the position of the correction or bonus.
 Stage 3  the second draft at the shifted anchors reads the states of the rejected proposals as carry rows. Only this one
          gets a loss, so gradient reaches the drafter, its fusion and the carry mark through it alone.
@@ -40,7 +41,8 @@ class Prefix(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """Stage 1 and 2. proposals `[b, N, P]`, accepted `[b, N]`, next: the shifted anchors, carry_features `[b, N*P, M*D]`."""
+    """Stage 1 and 2. proposals `[b, N, P]`, accepted `[b, N]`, next: the shifted anchors, carry_features `[b, N*P,
+    M*D]`."""
 
     anchors: Anchors
     proposals: Tensor
@@ -76,7 +78,7 @@ def draft(
     queries = block_rows(anchors.position, anchors.document, drafter.config.block_size)
     parts = [prefix.rows, queries] if carry is None else [prefix.rows, carry, queries]
     masks = drafter.masks(queries, concat(*parts), use_flex=drafter.device.type == "cuda")
-    tokens = drafter.block_tokens(batch["input_ids"].gather(1, anchors.index))
+    tokens = drafter.block_tokens(batch["input_ids"].gather(1, anchors.column))
     dtype = drafter.dtype
     hidden = drafter(
         target.embed(tokens.flatten(1)).to(dtype),
@@ -102,13 +104,14 @@ def transition(
 ) -> Transition:
     """Stages 1 and 2 at the sampled anchors, detached.
 
-    acceptance: `recorded` accepts proposals while they equal the recorded tokens (V1). `target_guarded` (V2g) accepts by the
-    target's own argmax and drops anchors where that would leave the recorded prefix or carry the state of the committed
-    token itself; what remains are the anchors on which both rules agree. compare: also compute the greedy count under V1.
+    acceptance: `recorded` accepts proposals while they equal the recorded tokens (V1). `target_guarded` (V2g) accepts
+    by the target's own argmax and drops anchors where that would leave the recorded prefix or carry the state of the
+    committed token itself; what remains are the anchors on which both rules agree. compare: also compute the greedy
+    count under V1.
     """
-    b, n = anchors.index.shape
+    b, n = anchors.column.shape
     hidden = draft(drafter, target, batch, prefix, anchors)
-    anchor_tokens = batch["input_ids"].gather(1, anchors.index)
+    anchor_tokens = batch["input_ids"].gather(1, anchors.column)
     head = lambda h: target.head(h.to(target.dtype))  # noqa: E731
     proposals = drafter.propose(hidden, anchor_tokens.flatten(), head, lambda logits: logits.argmax(-1)).tokens
     proposals = proposals.view(b, n, -1)
@@ -118,7 +121,7 @@ def transition(
     # Outside the supervised response nothing matches, so the count never runs past the recorded text.
     accepted = matched_prefix(torch.where(recorded.mask, proposals, -1), recorded.tokens)
     keep = anchors.valid if acceptance == "recorded" or greedy is None else anchors.valid & (greedy == accepted)
-    shifted = anchors.index + accepted + 1
+    shifted = anchors.column + accepted + 1
     inside = shifted < batch["input_ids"].shape[1]
     shifted = torch.where(inside, shifted, 0)
     same_document = batch["document"].gather(1, shifted) == anchors.document
@@ -129,7 +132,8 @@ def transition(
 def verify(
     drafter: Drafter, target: Target, prefix: Prefix, anchors: Anchors, proposals: Tensor, greedy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Stage 2: features `[b, N*P, M*D]` of all proposals, each branch on its own; optionally the greedy accepted counts."""
+    """Stage 2: features `[b, N*P, M*D]` of all proposals, each branch on its own; optionally the greedy accepted
+    counts."""
     assert prefix.cache is not None
     p = proposals.shape[-1]
     features, counts = [], []
@@ -145,7 +149,7 @@ def verify(
         assert out.features is not None
         features.append(out.features)
         if greedy:
-            at_anchor = prefix.hidden.gather(1, anchors.index[:, group, None].expand(-1, -1, prefix.hidden.shape[-1]))
+            at_anchor = prefix.hidden.gather(1, anchors.column[:, group, None].expand(-1, -1, prefix.hidden.shape[-1]))
             states = torch.cat((at_anchor[:, :, None], out.hidden.unflatten(1, (-1, p))[:, :, :-1]), dim=2)
             counts.append(matched_prefix(proposals[:, group], target.head(states).argmax(-1)))
     return torch.cat(features, dim=1), torch.cat(counts, dim=1) if greedy else None
