@@ -46,7 +46,7 @@ def test_the_packaged_tokenizer_is_the_one_that_the_language_builds(tokenizer):
 def test_round_trip_and_no_unknown_word(tokenizer):
     rng = random.Random(0)
     for task in language.TASKS:
-        for _ in range(300):
+        for _ in range(150):
             example = language.sample(task, rng)
             for text in (example.prompt, example.response):
                 ids = tokenizer.encode(text, add_special_tokens=False)
@@ -85,15 +85,9 @@ def test_batches_are_a_function_of_seed_and_step_and_conversations_are_apart():
                 assert visible.tolist() == list(range(i - int(one.positions[row, i]), i + 1))
             if one.tokens[row, i] == user and one.positions[row, i] == 0:
                 assert visible.tolist() == [i]
-    assert set(one.weights.unique().tolist()) == {0.0, pytest.approx(recipe.prompt_loss), 1.0}
-    assert [level_at(LabRecipe(steps=100, curriculum=(0.1, 0.5)), s) for s in (0, 9, 10, 49, 50, 99)] == [
-        0,
-        0,
-        1,
-        1,
-        2,
-        2,
-    ]
+    assert one.weights.unique().tolist() == pytest.approx([0, recipe.prompt_loss, 1])
+    assert (one.positions[one.tokens == user] > 0).any()  # some conversations have a second turn
+    assert [level_at(LabRecipe(curriculum=(10, 50)), s) for s in (0, 9, 10, 49, 50, 99)] == [0, 0, 1, 1, 2, 2]
 
 
 def test_training_sees_the_training_split_only():
