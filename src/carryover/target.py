@@ -25,7 +25,16 @@ from .errors import InputError
 from .layer_ids import LayerIds
 from .rows import Rows, TargetRule, branch_rows, concat, dense
 
-FAMILIES = ("llama", "qwen3", "gemma3_text", "gemma3", "gemma4_text", "gemma4")
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "gemma3_text",
+    "gemma3",
+    "gemma4_text",
+    "gemma4",
+    "gemma4_unified_text",
+    "gemma4_unified",
+)
 Cache = DynamicCache
 
 

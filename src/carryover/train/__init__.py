@@ -1,0 +1,1 @@
+"""Training drafters: anchors, the draft-verify-draft step, losses and the trainer."""

@@ -1,0 +1,349 @@
+"""Training a drafter with transformers' `Trainer`: three stages that differ in where they start and what one step is.
+
+    baseline   a fresh drafter; every step drafts at sampled anchors
+    continued  the same step from a given checkpoint, with fresh optimizer and schedule: the control of the next one
+    carryover  draft-verify-draft from a given checkpoint, with the carry interface added (see transition.py)
+
+Anchors are drawn from (seed, step, micro-batch, rank) and from nothing else, so a resumed run sees the same ones.
+
+Letters: `b` packed rows, `S` tokens, `N` anchors, `P` proposals. Source: SPEC 2.1, 2.3, 6.2; paper 3.1.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from ..config import Recipe, StageConfig, drafter_config
+from ..data.corpus import collate, load_corpus, pack
+from ..data.prompts import load_prompts
+from ..drafter.config import DrafterConfig
+from ..drafter.modeling import Drafter
+from ..errors import InputError
+from ..formats import check_fits, load_drafter, save_drafter
+from ..target import Target
+from .anchors import Anchors, Batch, labels_at, sample_anchors
+from .losses import BlockLoss, Objective, block_loss
+from .optimizer import MuonAdamW, split_parameters
+from .transition import Prefix, draft, read_prefix, second_draft, transition
+
+Stage = Literal["baseline", "continued", "carryover"]
+
+
+class DrafterTrainer(Trainer):
+    """`Trainer` whose model is the drafter; the frozen target is held beside it and never saved."""
+
+    def __init__(self, target: Target, stage: Stage, settings: StageConfig, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.target, self.stage, self.settings = target, stage, settings
+        loss = settings.loss
+        self.objective = Objective(loss.ce, loss.l1, loss.gamma, loss.weighting, loss.dpace_alpha)
+        self.model_accepts_loss_kwargs = True  # compute_loss divides by num_items_in_batch itself
+        self.sums: dict[str, Tensor] = {}
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.accelerator.unwrap_model(self.model)
+
+    # ---- what one step sees ----------------------------------------------------------------------------------------
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """Adds anchors to each micro-batch, and counts what the loss of the whole step is divided by."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        total = torch.zeros((), device=device)
+        for micro, batch in enumerate(batches):
+            seed = (self.args.seed, self.state.global_step, micro, self.args.process_index)
+            generator = torch.Generator().manual_seed(hash(seed) & 0x7FFFFFFFFFFFFFFF)
+            ahead = 2 if self.stage == "carryover" else 1
+            anchors = sample_anchors(batch, self.settings.anchors, ahead, generator)
+            batch["anchor_index"], batch["anchor_valid"] = anchors.index, anchors.valid
+            batch["anchor_draw"] = torch.rand(anchors.index.shape, generator=generator)
+            mask = labels_at(batch, anchors, self.drafter.config.num_proposals).mask
+            total += self.objective.normaliser(mask).to(device)
+        if self.args.world_size > 1:
+            total = self.accelerator.gather(total).sum()
+        return batches, total.clamp(min=1e-6)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Weighted sum over this micro-batch, divided by the total weight of the step (all micro-batches, all ranks)."""
+        batch: Batch = inputs
+        anchors = Anchors.at(batch.pop("anchor_index"), batch.pop("anchor_valid"), batch)
+        draw = batch.pop("anchor_draw")
+        prefix = read_prefix(self.target, self.drafter, batch, keep_cache=self.stage == "carryover")
+        if self.stage == "carryover":
+            loss = self._carryover_loss(model, batch, prefix, anchors, draw)
+        else:
+            loss = self._anchor_loss(batch, prefix, anchors, draft(model, self.target, batch, prefix, anchors))
+        # DDP averages gradients over ranks; the divisor already counts all of them.
+        return loss / num_items_in_batch * self.args.world_size
+
+    def _carryover_loss(self, model: Any, batch: Batch, prefix: Prefix, anchors: Anchors, draw: Tensor) -> Tensor:
+        s = self.settings
+        compare = self.state.global_step % self.args.logging_steps == 0
+        step = transition(self.drafter, self.target, batch, prefix, anchors, s.acceptance, compare)
+        hidden = second_draft(model, self.target, batch, prefix, step, draw < s.carry_dropout if s.carry_dropout else None)
+        loss = self._anchor_loss(batch, prefix, step.next, hidden)
+        if s.first_pass_loss:
+            first = draft(model, self.target, batch, prefix, anchors)
+            loss = loss + s.first_pass_loss * self._anchor_loss(batch, prefix, anchors, first, log=False)
+        self._add(
+            first_accepted=(step.accepted * anchors.valid).sum(), first_blocks=anchors.valid.sum(), kept=step.next.valid.sum()
+        )
+        if step.greedy is not None:
+            differ = (step.greedy != step.accepted) & anchors.valid
+            self._add(rules_differ=differ.sum(), rules_compared=anchors.valid.sum())
+        return loss
+
+    def _anchor_loss(self, batch: Batch, prefix: Prefix, anchors: Anchors, hidden: Tensor, log: bool = True) -> Tensor:
+        """The loss of drafted blocks `hidden [b*N, P, D]` against the recorded response at their anchors."""
+        drafter, p = self.drafter, self.drafter.config.num_proposals
+        labels = labels_at(batch, anchors, p)
+        teacher = None
+        if self.objective.l1:
+            index = labels.index.flatten(1)[..., None].expand(-1, -1, prefix.hidden.shape[-1])
+            teacher = prefix.hidden.gather(1, index).view(-1, p, prefix.hidden.shape[-1])
+
+        def head(h: Tensor) -> Tensor:
+            return self.target.head(h.to(self.target.dtype))
+
+        result = block_loss(
+            hidden,
+            labels.previous.flatten(0, 1),
+            labels.tokens.flatten(0, 1),
+            labels.mask.flatten(0, 1),
+            lambda rows, previous: drafter.logits(rows, previous, head),
+            self.objective,
+            head,
+            teacher,
+        )
+        if log:
+            self._log_block(result)
+        return result.loss
+
+    # ---- what is logged --------------------------------------------------------------------------------------------
+    def _add(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0) + value.detach().double().cpu()  # type: ignore[operator]
+
+    def _log_block(self, r: BlockLoss) -> None:
+        self._add(ce=r.ce, l1=r.l1, slots=r.slots, matched=r.matched, blocks=r.blocks, right0=r.right[0], seen0=r.seen[0])
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds means since the last log. `acceptance`: 1 + tokens of the longest right prefix of a block, recorded text."""
+        s = {k: float(v) for k, v in self.sums.items()}
+        if s.get("blocks"):
+            logs["cross_entropy"] = s["ce"] / max(s["slots"], 1)
+            logs["acceptance"] = 1 + s["matched"] / s["blocks"]
+            logs["first_slot_accuracy"] = s["right0"] / max(s["seen0"], 1)
+            if self.objective.l1:
+                logs["l1"] = s["l1"] / max(s["slots"], 1)
+        if s.get("first_blocks"):
+            logs["first_draft_acceptance"] = 1 + s["first_accepted"] / s["first_blocks"]
+            logs["anchors_kept"] = s["kept"] / s["first_blocks"]
+        if s.get("rules_compared"):
+            logs["rules_differ"] = s["rules_differ"] / s["rules_compared"]
+        self.sums = {}
+        super().log(logs, start_time)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None and self.settings.optimizer == "muon":
+            self.optimizer = MuonAdamW(*split_parameters(self.model), self.args.learning_rate, self.args.weight_decay)
+        return super().create_optimizer(model)
+
+
+class JsonLog(TrainerCallback):
+    """Appends every log record to a JSONL file that reports and plots read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and logs:
+            with self.path.open("a") as f:
+                f.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+class GracefulStop(TrainerCallback):
+    """First Ctrl-C or SIGTERM: finish the step, write a checkpoint, stop. The second one interrupts at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.previous: dict[int, Any] = {}
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous[number] = signal.signal(number, self._handle)
+        except ValueError:  # not the main thread: leave signals to the embedding program
+            self.previous = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.asked:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+class DecodeCheck(TrainerCallback):
+    """Decodes held-out prompts with the real engine now and then: training accuracy alone has fooled many (LANDSCAPE C)."""
+
+    def __init__(self, trainer: DrafterTrainer, prompts: list[list[int]], every: int, max_new_tokens: int) -> None:
+        self.trainer, self.prompts, self.every, self.max_new_tokens = trainer, prompts, every, max_new_tokens
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.every and state.global_step != state.max_steps:
+            return
+        from ..decode.engine import Engine
+
+        drafter = self.trainer.drafter
+        training = drafter.training
+        engine = Engine(self.trainer.target, drafter.eval())
+        tokens = rounds = 0
+        for ids in self.prompts:
+            trace = engine.generate(ids, self.max_new_tokens).rounds
+            tokens, rounds = tokens + sum(len(r.committed) for r in trace), rounds + len(trace)
+        drafter.train(training)
+        self.trainer.log({"decode_acceptance": tokens / max(rounds, 1)})
+
+
+def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | None) -> Drafter:
+    """The drafter a stage begins with: fresh, or the given checkpoint, with the recipe's carry interface for `carryover`."""
+    if stage == "baseline":
+        if start is not None:
+            raise InputError("the baseline stage starts from scratch; use --stage continued to go on from a checkpoint.")
+        config = drafter_config(recipe, target)
+        config.carry = "none"
+        torch.manual_seed(recipe.seed)
+        return Drafter(config)
+    if start is None:
+        raise InputError(f"the {stage} stage needs the checkpoint it starts from; name it with --start.")
+    drafter = load_drafter(start, target, dtype=torch.float32)
+    return drafter if stage == "continued" else with_carry(drafter, recipe)
+
+
+def with_carry(drafter: Drafter, recipe: Recipe) -> Drafter:
+    """The same drafter with a fresh carry interface, which starts as the same function (carry rows look like context)."""
+    config = DrafterConfig.from_dict(drafter.config.to_dict())
+    config.carry, config.carry_site = recipe.carry.interface, recipe.carry.site
+    config.carry_projector = recipe.carry.projector
+    if config.carry == "none":
+        raise InputError("the carryover stage needs a carry interface; set carry.interface to embedding, plain or projector.")
+    carrying = Drafter(config)
+    problems = carrying.load_state_dict(drafter.state_dict(), strict=False)
+    if problems.unexpected_keys or any(not key.startswith("carry.") for key in problems.missing_keys):
+        raise InputError("the starting checkpoint already carries; start the carryover stage from a baseline drafter.")
+    carrying.carry.start_from(carrying.fc)
+    return carrying
+
+
+def last_checkpoint(out: Path) -> Path | None:
+    """The newest complete checkpoint; ones that a kill left half-written are removed (their state file comes last)."""
+    complete = []
+    for folder in out.glob("checkpoint-*"):
+        try:
+            json.loads((folder / "trainer_state.json").read_text())
+            complete.append(folder)
+        except (OSError, ValueError):
+            shutil.rmtree(folder)
+    return max(complete, key=lambda folder: int(folder.name.split("-")[1]), default=None)
+
+
+def train(
+    recipe: Recipe,
+    stage: Stage,
+    out: Path,
+    start: Path | None = None,
+    resume: bool = False,
+    corpus: Path | None = None,
+    target: Target | None = None,
+    progress: bool = True,
+) -> Path:
+    """Trains one stage of a recipe and returns `out`, which then holds the drafter, its checkpoints and `train_log.jsonl`.
+
+    start: the checkpoint of the continued and carryover stages. resume: go on from the newest checkpoint in `out`; without
+    it an `out` that holds checkpoints is refused. corpus: overrides the recipe's. Raises InputError for input that does not
+    fit, KeyboardInterrupt after a graceful stop (the checkpoint is written then).
+    """
+    settings: StageConfig = getattr(recipe.train, stage)
+    checkpoint = last_checkpoint(out) if out.exists() else None
+    if checkpoint is not None and not resume:
+        raise InputError(f"{out} already holds checkpoints; add --resume to go on, or name another --out.")
+    target = target or Target.load(recipe.target, dtype=recipe.target_dtype)
+    drafter = start_drafter(recipe, stage, target, start)
+    check_fits(drafter.config, target)
+    dataset = load_corpus(corpus or recipe.data.corpus, target, recipe.data)
+    rows = pack(dataset, recipe.data.sequence_length, recipe.seed)
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "recipe.yaml").write_text(recipe.to_yaml())
+    stop = GracefulStop()
+    trainer = DrafterTrainer(
+        target,
+        stage,
+        settings,
+        model=drafter,
+        args=training_arguments(recipe, settings, out, progress),
+        train_dataset=rows,
+        data_collator=collate,
+        callbacks=[JsonLog(out / "train_log.jsonl"), stop],
+    )
+    if settings.eval_steps and settings.eval_prompts:
+        prompts = [target_prompt(target, p.turns) for p in load_prompts(settings.eval_prompts)]
+        trainer.add_callback(DecodeCheck(trainer, prompts, settings.eval_steps, recipe.evaluate.max_new_tokens))
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if stop.asked:
+        raise KeyboardInterrupt
+    if trainer.is_world_process_zero():
+        save_drafter(trainer.drafter, out)
+    return out
+
+
+def target_prompt(target: Target, turns: list[str]) -> list[int]:
+    from ..data.chat import render_prompt
+
+    assert target.tokenizer is not None
+    return render_prompt(target.tokenizer, turns[:1])
+
+
+def training_arguments(recipe: Recipe, s: StageConfig, out: Path, progress: bool) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(out),
+        seed=recipe.seed,
+        data_seed=recipe.seed,
+        max_steps=s.steps or -1,
+        num_train_epochs=s.epochs or 1,
+        per_device_train_batch_size=s.batch_size,
+        gradient_accumulation_steps=s.accumulation,
+        learning_rate=s.learning_rate,
+        warmup_steps=s.warmup_ratio,
+        lr_scheduler_type=s.schedule,
+        weight_decay=s.weight_decay,
+        max_grad_norm=s.max_grad_norm,
+        adam_beta2=0.95,
+        bf16=s.precision == "bf16",
+        logging_steps=s.logging_steps,
+        save_steps=s.save_steps,
+        save_total_limit=2,
+        remove_unused_columns=False,
+        label_names=[],
+        report_to="none",
+        disable_tqdm=not progress,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
+    )

@@ -1,0 +1,162 @@
+"""Draft, verify, draft: one round of decoding at many anchors of a recorded response, in parallel.
+
+Stage 0  the target reads the recorded sequence once: features, and its K/V as the prefix of every branch.
+Stage 1  a first draft at each sampled anchor, without carry and without gradient.
+Stage 2  the target verifies all first drafts in one forward with isolated branches. The recorded response decides how many
+         proposals are accepted, and the next anchor follows: the position of the correction or bonus.
+Stage 3  the second draft at the shifted anchors reads the states of the rejected proposals as carry rows. Only this one
+         gets a loss, so gradient reaches the drafter, its fusion and the carry mark through it alone.
+
+A baseline step is stage 0 and a draft with loss at the sampled anchors themselves.
+
+Letters: `b` packed rows, `S` tokens, `N` anchors, `P` proposals, `B` block rows, `D` hidden, `M` captured layers.
+Source: SPEC 6.2, 6.3 (paper 2.2, A.2), decisions 0.1.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..decode.verify import matched_prefix
+from ..drafter.modeling import Drafter
+from ..rows import Rows, block_rows, carry_rows, concat, context_rows
+from ..target import Cache, Target
+from .anchors import Anchors, Batch, can_anchor, labels_at
+
+Acceptance = Literal["recorded", "target_guarded"]
+BRANCH_TOKENS = 4096  # proposals verified per target forward; more anchors go in groups
+
+
+class Prefix(NamedTuple):
+    """Stage 0. hidden `[b, S, D]` final states, features `[b, S, M*D]`, rows and cache of the recorded sequence."""
+
+    hidden: Tensor
+    features: Tensor
+    rows: Rows
+    cache: Cache | None
+
+
+class Transition(NamedTuple):
+    """Stage 1 and 2. proposals `[b, N, P]`, accepted `[b, N]`, next: the shifted anchors, carry_features `[b, N*P, M*D]`."""
+
+    anchors: Anchors
+    proposals: Tensor
+    accepted: Tensor
+    next: Anchors
+    carry_features: Tensor
+    greedy: Tensor | None  # what greedy verification by the target would have accepted, [b, N]
+
+
+def read_prefix(target: Target, drafter: Drafter, batch: Batch, keep_cache: bool) -> Prefix:
+    """Stage 0: one forward of the frozen target over packed documents."""
+    rows = context_rows(batch["positions"], batch["document"])
+    cache = target.new_cache() if keep_cache else None
+    masks = target.masks(rows, rows)
+    out = target.forward(batch["input_ids"], cache, drafter.config.layer_ids, batch["positions"], masks)
+    assert out.features is not None
+    return Prefix(out.hidden, out.features, rows, cache)
+
+
+def draft(
+    drafter: Drafter,
+    target: Target,
+    batch: Batch,
+    prefix: Prefix,
+    anchors: Anchors,
+    carry: Rows | None = None,
+    carry_features: Tensor | None = None,
+) -> Tensor:
+    """Runs the query blocks of all anchors in one forward; returns proposing rows `[b*N, P, D]`.
+
+    carry: rows `[b, N*P]` of the same N anchors, with their features `[b, N*P, M*D]`; None drafts without carry.
+    """
+    queries = block_rows(anchors.position, anchors.document, drafter.config.block_size)
+    parts = [prefix.rows, queries] if carry is None else [prefix.rows, carry, queries]
+    masks = drafter.masks(queries, concat(*parts), use_flex=drafter.device.type == "cuda")
+    tokens = drafter.block_tokens(batch["input_ids"].gather(1, anchors.index))
+    dtype = drafter.dtype
+    hidden = drafter(
+        target.embed(tokens.flatten(1)).to(dtype),
+        queries.position,
+        masks,
+        prefix.features.to(dtype),
+        batch["positions"],
+        None if carry_features is None else carry_features.to(dtype),
+        None if carry is None else carry.position,
+    )
+    return drafter.proposing(hidden.view(-1, drafter.config.block_size, hidden.shape[-1]))
+
+
+@torch.no_grad()
+def transition(
+    drafter: Drafter,
+    target: Target,
+    batch: Batch,
+    prefix: Prefix,
+    anchors: Anchors,
+    acceptance: Acceptance = "recorded",
+    compare: bool = False,
+) -> Transition:
+    """Stages 1 and 2 at the sampled anchors, detached.
+
+    acceptance: `recorded` accepts proposals while they equal the recorded tokens (V1). `target_guarded` (V2g) accepts by the
+    target's own argmax and drops anchors where that would leave the recorded prefix or carry the state of the committed
+    token itself; what remains are the anchors on which both rules agree. compare: also compute the greedy count under V1.
+    """
+    b, n = anchors.index.shape
+    hidden = draft(drafter, target, batch, prefix, anchors)
+    anchor_tokens = batch["input_ids"].gather(1, anchors.index)
+    head = lambda h: target.head(h.to(target.dtype))  # noqa: E731
+    proposals = drafter.propose(hidden, anchor_tokens.flatten(), head, lambda logits: logits.argmax(-1)).tokens
+    proposals = proposals.view(b, n, -1)
+
+    features, greedy = verify(drafter, target, prefix, anchors, proposals, compare or acceptance == "target_guarded")
+    recorded = labels_at(batch, anchors, proposals.shape[-1])
+    # Outside the supervised response nothing matches, so the count never runs past the recorded text.
+    accepted = matched_prefix(torch.where(recorded.mask, proposals, -1), recorded.tokens)
+    keep = anchors.valid if acceptance == "recorded" or greedy is None else anchors.valid & (greedy == accepted)
+    shifted = anchors.index + accepted + 1
+    inside = shifted < batch["input_ids"].shape[1]
+    shifted = torch.where(inside, shifted, 0)
+    same_document = batch["document"].gather(1, shifted) == anchors.document
+    keep = keep & inside & same_document & can_anchor(batch).gather(1, shifted)
+    return Transition(anchors, proposals, accepted, Anchors.at(shifted, keep, batch), features, greedy)
+
+
+def verify(
+    drafter: Drafter, target: Target, prefix: Prefix, anchors: Anchors, proposals: Tensor, greedy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Stage 2: features `[b, N*P, M*D]` of all proposals, each branch on its own; optionally the greedy accepted counts."""
+    assert prefix.cache is not None
+    p = proposals.shape[-1]
+    features, counts = [], []
+    for group in torch.arange(proposals.shape[1], device=proposals.device).split(max(1, BRANCH_TOKENS // p)):
+        out = target.verify_branches(
+            proposals[:, group],
+            anchors.position[:, group],
+            anchors.document[:, group],
+            prefix.rows,
+            prefix.cache,
+            drafter.config.layer_ids,
+        )
+        assert out.features is not None
+        features.append(out.features)
+        if greedy:
+            at_anchor = prefix.hidden.gather(1, anchors.index[:, group, None].expand(-1, -1, prefix.hidden.shape[-1]))
+            states = torch.cat((at_anchor[:, :, None], out.hidden.unflatten(1, (-1, p))[:, :, :-1]), dim=2)
+            counts.append(matched_prefix(proposals[:, group], target.head(states).argmax(-1)))
+    return torch.cat(features, dim=1), torch.cat(counts, dim=1) if greedy else None
+
+
+def second_draft(drafter: Drafter, target: Target, batch: Batch, prefix: Prefix, step: Transition, drop: Tensor | None = None) -> Tensor:
+    """Stage 3: proposing rows `[b*N, P, D]` at the shifted anchors, with the rejected states of stage 2 as carry rows.
+
+    drop `[b, N]`: anchors whose carry is withheld (carry dropout), as after full acceptance.
+    """
+    proposals = step.proposals.shape[-1]
+    accepted = step.accepted if drop is None else torch.where(drop, proposals, step.accepted)
+    rows = carry_rows(step.anchors.position, step.anchors.document, accepted, proposals)
+    return draft(drafter, target, batch, prefix, step.next, rows, step.carry_features)
