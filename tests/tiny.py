@@ -37,7 +37,8 @@ SLIDING_FAMILIES = ("gemma3_text", "gemma4_text", "gemma4_unified_text")
 
 def tiny_config(family: str, vocab: int = 96, layers: int = 6, **overrides: Any) -> PreTrainedConfig:
     """A configuration of `family` with `layers` layers of width 32; `overrides` replace single (text) fields."""
-    sliding = [("full_attention" if (i + 1) % 3 == 0 or i == layers - 1 else "sliding_attention") for i in range(layers)]
+    full = {layers - 1, *range(2, layers, 3)}
+    sliding = ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
     base: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": 32,
@@ -54,7 +55,7 @@ def tiny_config(family: str, vocab: int = 96, layers: int = 6, **overrides: Any)
     }
     gemma = {"sliding_window": WINDOW, "layer_types": sliding, "final_logit_softcapping": 3.0}
     gemma4 = {**gemma, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
-    shared = {"num_kv_shared_layers": 3 if layers >= 6 else 0}  # the last three read a sliding and a full layer before them
+    shared = {"num_kv_shared_layers": 3 if layers >= 6 else 0}  # the last three read rows of the layers before them
     ple = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": vocab}
     if family == "llama":
         return LlamaConfig(**{**base, "tie_word_embeddings": True, **overrides})
@@ -93,7 +94,7 @@ def tiny_target(family: str = "llama", vocab: int = 96, layers: int = 6, seed: i
 
 
 def tiny_tokenizer(vocab: int = 96) -> PreTrainedTokenizerFast:
-    """Words `w5`, `w6`, ... separated by blanks, and a chat template; id 2 `<end>` ends a turn, 3 `<user>`, 4 `<assistant>`."""
+    """Words `w5`, `w6`, ... between blanks, and a chat template; 2 `<end>` ends a turn, 3 `<user>`, 4 `<assistant>`."""
     names = ["<pad>", "<start>", "<end>", "<user>", "<assistant>"]
     words = {word: i for i, word in enumerate(names + [f"w{i}" for i in range(len(names), vocab)])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))

@@ -2,4 +2,4 @@
 
 
 class InputError(ValueError):
-    """Bad input of any kind (configuration, checkpoint, corpus, prompt). The command line prints it and exits with 2."""
+    """Bad input of any kind: configuration, checkpoint, corpus, prompt. The command line prints it and exits with 2."""

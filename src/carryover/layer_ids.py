@@ -56,7 +56,8 @@ class LayerIds(tuple[int, ...]):
         """Returns itself if every id names a capturable layer of a target with `num_target_layers` layers."""
         if self[-1] > num_target_layers - 2:
             raise InputError(
-                f"target layer id {self[-1]} is out of range: the target has {num_target_layers} layers and the last one "
-                f"cannot be captured (its state is ambiguous about the final norm); use ids from 0 to {num_target_layers - 2}."
+                f"target layer id {self[-1]} is out of range: the target has {num_target_layers} layers and the last "
+                "cannot be captured (its state is ambiguous about the final norm); "
+                f"use ids from 0 to {num_target_layers - 2}."
             )
         return self

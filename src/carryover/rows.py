@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     position:  absolute position in its document, the one RoPE uses; two rows may share one.
     document:  packed documents never see each other.
     branch:    the anchor's index that a carry, block or branch row belongs to; -1 for context.
-    offset:    index inside the branch: slot k of a block row, proposal j (from 1) of a carry or branch row; 0 for context.
+    offset:    index inside the branch: slot k of a block row, proposal j (from 1) of a carry or branch row; else 0.
     anchor:    for queries, the position of the last committed token this row may depend on.
     """
 
@@ -144,7 +144,10 @@ def dense(rule: Rule, queries: Rows, keys: Rows) -> Tensor:
 
 
 def flex(rule: Rule, queries: Rows, keys: Rows) -> BlockMask:
-    """The same mask for `flex_attention`, without ever storing Q x K booleans."""
+    """The same mask for `flex_attention`, which skips every block of rows that is empty.
+
+    Building it evaluates the rule on all pairs once; after that only the occupied blocks are kept.
+    """
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return rule(queries.map(lambda f: f[b, q]), keys.map(lambda f: f[b, k]))

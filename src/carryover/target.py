@@ -1,11 +1,11 @@
 """The target: a frozen Hugging Face causal LM that yields features of chosen layers, and verifies proposals.
 
 Features come from forward hooks on the captured decoder layers, never from `output_hidden_states`; logits come from the
-model's own final norm, LM head and soft-capping. All cache handling of transformers lives here: caches keep every row of
-every layer (sliding layers are masked, not truncated), so that verification can always be undone by cropping.
+model's own final norm, LM head and soft-capping. All cache handling of transformers lives here: caches keep every row
+of every layer (sliding layers are masked, not truncated), so that verification can always be undone by cropping.
 
-Letters: `b` batch, `S` sequence, `Q` new tokens, `N` anchors, `P` proposals, `M` captured layers, `D` target hidden size,
-`V` vocabulary. Source: SPEC 1.2, 6.2 (stage 0 and 2).
+Letters: `b` batch, `S` sequence, `Q` new tokens, `K` cached and new rows, `N` anchors, `P` proposals, `M` captured
+layers, `D` target hidden size, `V` vocabulary. Source: SPEC 1.2, 6.2 (stage 0 and 2).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -25,6 +26,7 @@ from .errors import InputError
 from .layer_ids import LayerIds
 from .rows import Rows, TargetRule, branch_rows, concat, dense
 
+# Of multimodal checkpoints (the names without `_text`) only the language model runs. The 12B of Gemma 4 is `_unified`.
 FAMILIES = (
     "llama",
     "qwen3",
@@ -36,6 +38,7 @@ FAMILIES = (
     "gemma4_unified",
 )
 Cache = DynamicCache
+FINGERPRINT_VALUES = 256  # weights read per parameter
 
 
 class TargetOutput(NamedTuple):
@@ -45,16 +48,20 @@ class TargetOutput(NamedTuple):
     features: Tensor | None
 
 
+def _check_family(family: str) -> None:
+    if family not in FAMILIES:
+        raise InputError(f"the target family {family!r} is not supported; supported are {', '.join(FAMILIES)}.")
+
+
 class Target:
-    """A frozen target. Every method runs without gradient; weights are never changed."""
+    """A frozen target: no method changes a weight, and only `head` lets a gradient through."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer | None = None, name: str = "") -> None:
-        """Wraps a loaded model. Raises InputError for a model family whose masks and head are not known to be exact."""
-        family = model.config.model_type
-        if family not in FAMILIES:
-            raise InputError(f"the target family {family!r} is not supported; supported are {', '.join(FAMILIES)}.")
+        """Wraps a loaded model. Raises InputError for a family whose masks and head are not known to be exact."""
+        _check_family(model.config.model_type)
+        model.set_attn_implementation("sdpa")  # the masks of rows.py are boolean; eager attention would add them
         self.model = model.eval().requires_grad_(False)
-        self.decoder: nn.Module = getattr(model.model, "language_model", model.model)
+        self.decoder: Any = getattr(model.model, "language_model", model.model)
         self.config = model.config.get_text_config()
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path
@@ -63,24 +70,29 @@ class Target:
     def load(cls, name: str | Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu") -> Target:
         """Loads a folder, a hub id, or an embedded target (`smollm2`, `lab`).
 
-        dtype: `auto` keeps the checkpoint's; `float32` is what exactness tests use. Raises InputError when there is no such
-        model or its family is not supported.
+        dtype: `auto` keeps the checkpoint's; `float32` is what exactness tests use. Raises InputError when there is no
+        such model, its files are damaged or incomplete, or its family is not supported.
         """
         from .embedded import EMBEDDED
 
         path = EMBEDDED[str(name)]() if str(name) in EMBEDDED else name
         try:
-            family = AutoConfig.from_pretrained(path).model_type
-            if family not in FAMILIES:
-                raise InputError(f"the target family {family!r} is not supported; supported are {', '.join(FAMILIES)}.")
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            _check_family(AutoConfig.from_pretrained(path).model_type)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+            model, missing = loaded[0].to(device), sorted(loaded[1]["missing_keys"])
             tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
-            reason = str(error).strip().splitlines()[0]
-            raise InputError(f"cannot load the target {str(name)!r} (a folder, a hub id, smollm2 or lab): {reason}") from error
-        return cls(model.to(device), tokenizer, str(name))  # type: ignore[arg-type]
+        except InputError:
+            raise
+        except (OSError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            known = "a folder, a hub id, " + " or ".join(EMBEDDED)
+            raise InputError(f"cannot load the target {str(name)!r} ({known}): {reason}") from error
+        if missing:
+            raise InputError(
+                f"the target {str(name)!r} lacks {len(missing)} weights (the first is {missing[0]}); "
+                "its files are incomplete or do not belong to its config."
+            )
+        return cls(model, tokenizer, str(name))
 
     # ---- what it is ------------------------------------------------------------------------------------------------
     @property
@@ -116,13 +128,16 @@ class Target:
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
     def fingerprint(self) -> str:
-        """Identifies the weights a drafter or corpus belongs to; equal in fp32 and bf16 copies of the same checkpoint."""
-        rows = self.model.get_input_embeddings().weight
-        sample = rows[torch.linspace(0, len(rows) - 1, min(64, len(rows)), device=rows.device).long()]
-        last = next(p for n, p in list(self.decoder.named_parameters())[::-1] if n.startswith("layers."))
+        """Identifies the weights that a drafter or corpus belongs to: 16 hex digits over a sample of every parameter.
+
+        Equal in fp32 and bf16 copies of a checkpoint, and in its text-only and multimodal forms.
+        """
+        head = self.model.get_output_embeddings().weight
         digest = hashlib.sha256()
-        for part in (sample, last.flatten()[:65536], self.decoder.norm.weight):
-            digest.update(part.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+        for _, weight in [*sorted(self.decoder.named_parameters()), ("head", head)]:
+            flat = weight.detach().flatten()
+            at = torch.linspace(0, len(flat) - 1, FINGERPRINT_VALUES, dtype=torch.float64).long()
+            digest.update(flat[at.to(flat.device)].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
         return digest.hexdigest()[:16]
 
     # ---- its functions ---------------------------------------------------------------------------------------------
@@ -148,6 +163,11 @@ class Target:
         if surplus > 0:
             cache.crop(-surplus)
 
+    @staticmethod
+    def select(cache: Cache, requests: Tensor) -> None:
+        """Keeps only these requests (batch indices) of the cache."""
+        cache.batch_select_indices(requests)
+
     @torch.no_grad()
     def forward(
         self,
@@ -159,7 +179,8 @@ class Target:
     ) -> TargetOutput:
         """Runs tokens `[b, Q]` behind the cache (which grows by Q rows) and captures features of `layer_ids`.
 
-        Without `masks` this is ordinary causal continuation. masks: one `[b, 1, Q, K]` per layer type, from `self.masks`.
+        Without `masks` this is ordinary causal continuation. masks: one `[b, 1, Q, K]` per layer type, from
+        `self.masks`; they need `positions [b, Q]` wherever these are not the row indices.
         """
         kwargs: dict[str, Any] = {}
         if positions is not None:
@@ -181,7 +202,8 @@ class Target:
 
             return hook
 
-        sources = {i: self.decoder.embed_tokens if i < 0 else self.decoder.layers[i] for i in layer_ids}
+        decoder = self.decoder
+        sources: dict[int, nn.Module] = {i: decoder.embed_tokens if i < 0 else decoder.layers[i] for i in layer_ids}
         handles = [module.register_forward_hook(keep(i)) for i, module in sources.items()]
         try:
             yield captured
@@ -200,8 +222,8 @@ class Target:
     ) -> TargetOutput:
         """States of many proposals in one forward: each branch sees its own prefix and itself, never another branch.
 
-        proposals: `[b, N, P]` tokens for positions anchor+1.. ; anchor, document: `[b, N]`. context: the rows `[b, S]` that
-        the cache holds; the cache is left as it was. Returns hidden `[b, N*P, D]` and features `[b, N*P, M*D]`.
+        proposals: `[b, N, P]` tokens for positions anchor+1.. ; anchor, document: `[b, N]`. context: the rows `[b, S]`
+        that the cache holds; the cache is left as it was. Returns hidden `[b, N*P, D]` and features `[b, N*P, M*D]`.
         """
         rows = branch_rows(anchor, document, proposals.shape[-1])
         length = cache.get_seq_length()

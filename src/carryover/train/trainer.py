@@ -104,7 +104,7 @@ class DrafterTrainer(Trainer):
         return loss
 
     def _anchor_loss(self, batch: Batch, prefix: Prefix, anchors: Anchors, hidden: Tensor, log: bool = True) -> Tensor:
-        """The loss of drafted blocks `hidden [b*N, P, D]` against the recorded response at their anchors."""
+        """The loss of drafted blocks `hidden [b*N, B, D]` against the recorded response at their anchors."""
         drafter, p = self.drafter, self.drafter.config.num_proposals
         labels = labels_at(batch, anchors, p)
         teacher = None
@@ -116,7 +116,7 @@ class DrafterTrainer(Trainer):
             return self.target.head(h.to(self.target.dtype))
 
         result = block_loss(
-            hidden,
+            drafter.proposing(hidden),
             labels.previous.flatten(0, 1),
             labels.tokens.flatten(0, 1),
             labels.mask.flatten(0, 1),
@@ -239,15 +239,15 @@ def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | No
 
 def with_carry(drafter: Drafter, recipe: Recipe) -> Drafter:
     """The same drafter with a fresh carry interface, which starts as the same function (carry rows look like context)."""
+    if drafter.config.carry != "none":
+        raise InputError("the starting checkpoint already carries; start the carryover stage from a baseline drafter.")
+    if recipe.carry.interface == "none":
+        raise InputError("the carryover stage needs a carry interface; set carry.interface to embedding, plain or projector.")
     config = DrafterConfig.from_dict(drafter.config.to_dict())
     config.carry, config.carry_site = recipe.carry.interface, recipe.carry.site
     config.carry_projector = recipe.carry.projector
-    if config.carry == "none":
-        raise InputError("the carryover stage needs a carry interface; set carry.interface to embedding, plain or projector.")
     carrying = Drafter(config)
-    problems = carrying.load_state_dict(drafter.state_dict(), strict=False)
-    if problems.unexpected_keys or any(not key.startswith("carry.") for key in problems.missing_keys):
-        raise InputError("the starting checkpoint already carries; start the carryover stage from a baseline drafter.")
+    carrying.load_state_dict(drafter.state_dict(), strict=False)  # all but the carry interface
     carrying.carry.start_from(carrying.fc)
     return carrying
 

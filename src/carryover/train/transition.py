@@ -69,7 +69,7 @@ def draft(
     carry: Rows | None = None,
     carry_features: Tensor | None = None,
 ) -> Tensor:
-    """Runs the query blocks of all anchors in one forward; returns proposing rows `[b*N, P, D]`.
+    """Runs the query blocks of all anchors in one forward; returns their states `[b*N, B, D]`.
 
     carry: rows `[b, N*P]` of the same N anchors, with their features `[b, N*P, M*D]`; None drafts without carry.
     """
@@ -87,7 +87,7 @@ def draft(
         None if carry_features is None else carry_features.to(dtype),
         None if carry is None else carry.position,
     )
-    return drafter.proposing(hidden.view(-1, drafter.config.block_size, hidden.shape[-1]))
+    return hidden.view(-1, drafter.config.block_size, hidden.shape[-1])
 
 
 @torch.no_grad()
@@ -151,8 +151,10 @@ def verify(
     return torch.cat(features, dim=1), torch.cat(counts, dim=1) if greedy else None
 
 
-def second_draft(drafter: Drafter, target: Target, batch: Batch, prefix: Prefix, step: Transition, drop: Tensor | None = None) -> Tensor:
-    """Stage 3: proposing rows `[b*N, P, D]` at the shifted anchors, with the rejected states of stage 2 as carry rows.
+def second_draft(
+    drafter: Drafter, target: Target, batch: Batch, prefix: Prefix, step: Transition, drop: Tensor | None = None
+) -> Tensor:
+    """Stage 3: block states `[b*N, B, D]` at the shifted anchors, with the rejected states of stage 2 as carry rows.
 
     drop `[b, N]`: anchors whose carry is withheld (carry dropout), as after full acceptance.
     """

@@ -1,0 +1,294 @@
+"""Recording: the target answers prompts, and its exact tokens become the data drafters learn from.
+
+A recording is a JSONL file that only ever grows, a batch at a time, and a manifest beside it that says which target, sampling
+and template produced it. Killed at any moment it goes on where it stopped: a torn last line is dropped, ids that are there
+are skipped, and a recording under another manifest is refused rather than mixed.
+
+A response depends on its prompt, the recording's seed and the prompt's id, not on its batch: each has its own random numbers.
+Features are not stored. At 30 KB per token they fill terabytes (SPEC 9.10), and draft-verify-draft needs the live target.
+
+Letters: `b` requests, `S` prompt tokens (padded), `V` vocabulary. Source: SPEC 2.4, 9.8.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from ..decode.sampling import Sampling
+from ..errors import InputError
+from ..rows import Rows, concat, context_rows
+from ..target import Target
+from .chat import Options, conversation, render_prompt, template_fingerprint
+from .jsonl import read_jsonl
+from .prompts import Prompt
+
+# (target, prompts, one seed per prompt, sampling, max_new_tokens) -> response ids, the end token included where there is one
+Respond = Callable[[Target, list[list[int]], list[int], Sampling, int], list[list[int]]]
+DESCRIPTIVE = ("target", "prompts")  # manifest entries that may differ when a recording is continued
+
+
+class Request(NamedTuple):
+    """One response to be recorded: turn `turn` of a prompt, under its own id."""
+
+    id: str
+    prompt: Prompt
+    turn: int
+    prompt_ids: list[int]
+
+
+class Recorded(NamedTuple):
+    """written: responses added by this call; found: already there; too_long: prompts without room for a response."""
+
+    written: int
+    found: int
+    too_long: int
+
+
+def record(
+    target: Target,
+    prompts: Sequence[Prompt],
+    out: str | Path,
+    sampling: Sampling = Sampling(temperature=0.7),
+    max_new_tokens: int = 512,
+    seed: int = 0,
+    batch_size: int = 16,
+    options: Options | None = None,
+    respond: Respond | None = None,
+    engine: str = "transformers",
+    progress: bool = True,
+) -> Recorded:
+    """Appends the target's response to every prompt that `out` does not hold yet.
+
+    Each line is {id, task, source, licence, prompt, prompt_ids, response_ids, response, finish}; of a prompt with several
+    turns each is answered in sequence, as id#1, id#2 and so on. options: of the chat template. respond, engine: another way of
+    generating and its name. Raises InputError, before anything is written, if `out` was recorded under other conditions.
+    """
+    out = Path(out)
+    assert target.tokenizer is not None
+    manifest = {
+        "target": target.name,
+        "fingerprint": target.fingerprint(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "engine": engine,
+        "sampling": asdict(sampling),
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "template": template_fingerprint(target.tokenizer, options),
+        "template_options": dict(options or {}),
+        "prompts": len(prompts),
+    }
+    answers = _open_recording(out, manifest)
+    found, written, too_long = len(answers), 0, 0
+    with out.open("ab") as file, _bar(progress) as bar:
+        task = bar.add_task("recording", total=sum(len(p.turns) for p in prompts), tokens=0)
+        for turn in range(max((len(p.turns) for p in prompts), default=0)):
+            requests, unfit = _requests(target, prompts, turn, answers, options)
+            too_long += unfit
+            bar.update(task, completed=found + written + too_long)
+            for batch in _batches(requests, answers.keys(), batch_size, seed):
+                seeds = [_seed(seed, request.id) for request in batch]
+                ids = (respond or respond_batch)(target, [r.prompt_ids for r in batch], seeds, sampling, max_new_tokens)
+                rows = [_row(target, request, response) for request, response in zip(batch, ids, strict=True)]
+                _append(file, rows)
+                answers.update({row["id"]: row["response"] for row in rows})
+                written += len(rows)
+                bar.update(task, advance=len(rows), tokens=bar.tasks[task].fields["tokens"] + sum(map(len, ids)))
+    return Recorded(written, found, too_long)
+
+
+@torch.no_grad()
+def respond_batch(
+    target: Target, prompts: list[list[int]], seeds: list[int], sampling: Sampling, max_new_tokens: int
+) -> list[list[int]]:
+    """Responses of a batch of prompts, decoded together. A finished request leaves the batch at once.
+
+    Prompts are padded on the right and the padding is hidden by the masks of `rows.py`, so each request sees exactly what it
+    would see alone, at its own positions, in every family of targets.
+    """
+    device, b = target.device, len(prompts)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    columns = torch.arange(int(lengths.max()), device=device).expand(b, -1)
+    real = columns < lengths[:, None]
+    tokens = torch.zeros_like(columns, dtype=torch.long)
+    tokens[real] = torch.tensor([i for p in prompts for i in p], device=device)
+    positions = torch.minimum(columns, lengths[:, None] - 1)  # padding looks at the last token: no query row may see nothing
+    queries = context_rows(positions, torch.zeros_like(positions))
+    keys = context_rows(positions, torch.where(real, 0, -1))
+
+    cache, generators = target.new_cache(), [torch.Generator(device).manual_seed(s) for s in seeds]
+    hidden = target.forward(tokens, cache, positions=positions, masks=target.masks(queries, keys)).hidden
+    state = hidden[torch.arange(b, device=device), lengths - 1]
+    responses: list[list[int]] = [[] for _ in prompts]
+    active = list(range(b))
+    while True:
+        chosen = _choose(target.head(state), sampling, [generators[r] for r in active])
+        keep = []
+        for i, (r, token) in enumerate(zip(active, chosen.tolist(), strict=True)):
+            responses[r].append(token)
+            room = min(max_new_tokens, target.max_length - len(prompts[r]))
+            if token not in target.stop_ids and len(responses[r]) < room:
+                keep.append(i)
+        if not keep:
+            return responses
+        if len(keep) < len(active):
+            active, left = [active[i] for i in keep], torch.tensor(keep, device=device)
+            target.select(cache, left)
+            keys, lengths, chosen = Rows(*(field[left] for field in keys)), lengths[left], chosen[left]
+        new = context_rows(lengths[:, None], torch.zeros_like(lengths[:, None]))
+        keys, lengths = concat(keys, new), lengths + 1
+        state = target.forward(chosen[:, None], cache, positions=new.position, masks=target.masks(new, keys)).hidden[:, 0]
+
+
+def _choose(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
+    """One token per row of `logits [b, V]`, each row drawn with its own generator."""
+    if sampling.greedy:
+        return sampling.choose(logits)
+    return torch.cat([sampling.choose(row[None], g) for row, g in zip(logits, generators, strict=True)])
+
+
+# ---- what is to be recorded --------------------------------------------------------------------------------------------
+def _requests(
+    target: Target, prompts: Sequence[Prompt], turn: int, answers: dict[str, str], options: Options | None
+) -> tuple[list[Request], int]:
+    """The requests of one turn whose earlier turns are answered, and how many leave no room for a response."""
+    assert target.tokenizer is not None
+    requests, too_long = [], 0
+    for prompt in prompts:
+        if turn >= len(prompt.turns):
+            continue
+        earlier = [answers.get(_id(prompt, t)) for t in range(turn)]
+        if any(answer is None for answer in earlier):
+            too_long += 1
+            continue
+        ids = render_prompt(target.tokenizer, conversation(prompt.turns, earlier), options)  # type: ignore[arg-type]
+        if len(ids) < target.max_length:
+            requests.append(Request(_id(prompt, turn), prompt, turn, ids))
+        else:
+            too_long += 1
+    return requests, too_long
+
+
+def _id(prompt: Prompt, turn: int) -> str:
+    return prompt.id if len(prompt.turns) == 1 else f"{prompt.id}#{turn + 1}"
+
+
+def _batches(requests: list[Request], done: Any, size: int, seed: int) -> Iterator[list[Request]]:
+    """Requests of similar length together, the batches in random order so that a part is a fair sample of the whole.
+
+    Batches are formed before the finished ones are taken out: a continued recording decodes in the same company.
+    """
+    ordered = sorted(requests, key=lambda request: (len(request.prompt_ids), request.id))
+    batches = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    random.Random(seed).shuffle(batches)
+    done = frozenset(done)
+    rest = []
+    for batch in batches:
+        left = [request for request in batch if request.id not in done]
+        if len(left) == len(batch):
+            yield batch
+        else:
+            rest += left
+    yield from (rest[i : i + size] for i in range(0, len(rest), size))
+
+
+def _seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big") >> 1
+
+
+# ---- the file and its manifest -----------------------------------------------------------------------------------------
+def manifest_path(recording: Path) -> Path:
+    return recording.with_name(recording.name.removesuffix(".gz") + ".manifest.json")
+
+
+def read_manifest(recording: Path) -> dict[str, Any] | None:
+    """The manifest beside a recording, if there is one."""
+    path = manifest_path(recording)
+    if not path.exists():
+        return None
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"the manifest {path} is not valid JSON; restore it, or record again under another name.") from error
+    if not isinstance(manifest, dict):
+        raise InputError(f"the manifest {path} must be a JSON object.")
+    return manifest
+
+
+def _open_recording(out: Path, manifest: dict[str, Any]) -> dict[str, str]:
+    """Prepares `out` for appending and returns the responses it holds, by id."""
+    if out.suffix == ".gz":
+        raise InputError(f"a recording grows line by line and cannot be compressed; name it {out.with_suffix('')}.")
+    before = read_manifest(out)
+    if before is None:
+        if out.exists() and out.stat().st_size:
+            raise InputError(f"{out} exists without a manifest, so nothing says what recorded it; name another --out.")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        path = manifest_path(out)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(part, path)
+        return {}
+    for key in manifest.keys() - set(DESCRIPTIVE):
+        if before.get(key) != manifest[key]:
+            raise InputError(
+                f"{out} was recorded with {key} {before.get(key)!r}, not {manifest[key]!r}; name another --out, nothing was changed."
+            )
+    if not out.exists():
+        return {}
+    _drop_torn_line(out)
+    return {str(row["id"]): str(row["response"]) for _, row in read_jsonl(out)}
+
+
+def _drop_torn_line(out: Path) -> None:
+    """Cuts what a kill left behind the last line break."""
+    with out.open("r+b") as file:
+        end = keep = file.seek(0, os.SEEK_END)
+        while keep and (file.seek(keep - 1), file.read(1))[1] != b"\n":
+            keep -= 1
+        if keep < end:
+            file.truncate(keep)
+
+
+def _append(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
+    file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _row(target: Target, request: Request, response: list[int]) -> dict[str, Any]:
+    assert target.tokenizer is not None
+    prompt = request.prompt
+    return {
+        "id": request.id,
+        "task": prompt.task,
+        "source": prompt.source,
+        "licence": prompt.licence,
+        "prompt": prompt.turns[request.turn],
+        "prompt_ids": request.prompt_ids,
+        "response_ids": response,
+        "response": target.tokenizer.decode(response, skip_special_tokens=True),
+        "finish": "stop" if response[-1] in target.stop_ids else "length",
+    }
+
+
+def _bar(visible: bool) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), disable=not visible)

@@ -1,0 +1,160 @@
+"""The trainer: the loss falls, stages start where they should, and a resumed or split-up run gives the same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from carryover.config import Recipe
+from carryover.decode.engine import Engine
+from carryover.drafter.modeling import Drafter
+from carryover.errors import InputError
+from carryover.target import Target
+from carryover.train.trainer import last_checkpoint, train, with_carry
+from tiny import tiny_target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target("llama", vocab=40, layers=6)
+
+
+@pytest.fixture(scope="module")
+def corpus(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Greedy responses of the tiny target."""
+    path = tmp_path_factory.mktemp("corpus") / "recorded.jsonl"
+    g = torch.Generator().manual_seed(0)
+    lines = []
+    for i in range(24):
+        prompt = torch.randint(6, 39, (int(torch.randint(4, 9, (1,), generator=g)),), generator=g).tolist()
+        response = Engine(target).generate(prompt, 12 + i % 7).tokens
+        lines.append(json.dumps({"id": str(i), "task": "t", "prompt_ids": prompt, "response_ids": response}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def recipe(corpus: Path, tmp_path: Path, algorithm: str = "dflash", **train_keys: Any) -> Recipe:
+    settings = {
+        "target": "tiny", "seed": 3, "data": {"corpus": [str(corpus)], "max_length": 64},
+        "drafter": {"algorithm": algorithm, "layers": 2, "block_size": 6, "captured": 2, "mask_token_id": 5},
+        "train": {"steps": 8, "learning_rate": 0.01, "batch_size": 2, "anchors": 4, "logging_steps": 2, "save_steps": 3,
+                  **train_keys},
+    }  # fmt: skip
+    if algorithm == "markov":
+        settings["drafter"]["markov"] = {"rank": 4}
+    path = tmp_path / f"{abs(hash(json.dumps(settings, default=str)))}.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return Recipe.load(path)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return Drafter.from_pretrained(folder).state_dict()
+
+
+def log(folder: Path, key: str) -> list[float]:
+    return [r[key] for r in map(json.loads, (folder / "train_log.jsonl").read_text().splitlines()) if key in r]
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_loss_falls_and_every_stage_starts_from_its_checkpoint(target: Target, corpus: Path, tmp_path: Path) -> None:
+    r = recipe(corpus, tmp_path, "markov", steps=40)
+    base = train(r, "baseline", tmp_path / "base", target=target, progress=False)
+    ce = log(base, "cross_entropy")
+    assert ce[-1] < 0.8 * ce[0]
+    assert log(base, "l1")[-1] < log(base, "l1")[0]
+    carried = train(r, "carryover", tmp_path / "carry", start=base, target=target, progress=False)
+    continued = train(r, "continued", tmp_path / "cont", start=base, target=target, progress=False)
+    assert log(carried, "cross_entropy")[0] < 0.9 * ce[0] and log(continued, "cross_entropy")[0] < 0.9 * ce[0]
+    assert weights(carried)["carry.embedding"].abs().sum() > 0
+    assert "carry.embedding" not in weights(continued)
+    assert 0 <= log(carried, "rules_differ")[0] <= 1
+    assert all(a >= 1 for a in log(carried, "first_draft_acceptance"))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("stage", ["baseline", "carryover"])
+def test_resume_equals_an_uninterrupted_run(
+    stage: Any, optimizer: str, target: Target, corpus: Path, tmp_path: Path
+) -> None:
+    short = recipe(corpus, tmp_path, steps=2)
+    start = train(short, "baseline", tmp_path / "start", target=target, progress=False) if stage == "carryover" else None
+    for save_steps, last in ((3, 6), (5, 5)):  # in the middle of an epoch, and at its end
+        r = recipe(corpus, tmp_path, optimizer=optimizer, save_steps=save_steps)
+        whole = train(r, stage, tmp_path / f"whole{last}", start=start, target=target, progress=False)
+        kept = tmp_path / f"cut{last}"
+        train(r, stage, kept, start=start, target=target, progress=False)
+        (kept / "checkpoint-8" / "trainer_state.json").write_text("{")  # as if killed while writing step 8
+        assert last_checkpoint(kept) == kept / f"checkpoint-{last}"
+        train(r, stage, kept, start=start, resume=True, target=target, progress=False)
+        assert equal(weights(whole), weights(kept))
+
+
+def test_accumulating_micro_batches_equals_one_larger_batch(target: Target, corpus: Path, tmp_path: Path) -> None:
+    losses, results = [], []
+    for name, size, accumulation in (("one", 4, 1), ("split", 1, 4)):
+        r = recipe(corpus, tmp_path, steps=3, batch_size=size, accumulation=accumulation, anchors=1000, logging_steps=1)
+        folder = train(r, "baseline", tmp_path / name, target=target, progress=False)
+        losses.append(log(folder, "loss"))
+        results.append(weights(folder))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    for key in results[0]:
+        assert torch.allclose(results[0][key], results[1][key], atol=2e-4), key
+
+
+def test_carry_starts_as_the_same_function(target: Target, corpus: Path, tmp_path: Path) -> None:
+    base = train(recipe(corpus, tmp_path, steps=2), "baseline", tmp_path / "b", target=target, progress=False)
+    r = recipe(corpus, tmp_path)
+    carrying = with_carry(Drafter.from_pretrained(base), r)
+    features = torch.randn(1, 3, 2 * target.hidden_size)
+    assert torch.equal(carrying.carried(features), carrying.context(features))
+    with pytest.raises(InputError, match="already carries"):
+        with_carry(carrying, r)
+
+
+def test_wrong_starts_are_refused_and_nothing_is_overwritten(target: Target, corpus: Path, tmp_path: Path) -> None:
+    r = recipe(corpus, tmp_path, steps=3)
+    with pytest.raises(InputError, match="--start"):
+        train(r, "carryover", tmp_path / "x", target=target)
+    base = train(r, "baseline", tmp_path / "y", target=target, progress=False)
+    before = weights(base)
+    with pytest.raises(InputError, match="--resume"):
+        train(r, "baseline", base, target=target)
+    with pytest.raises(InputError, match="continued"):
+        train(r, "baseline", tmp_path / "z", start=base, target=target)
+    assert equal(before, weights(base))
+    assert last_checkpoint(base) == base / "checkpoint-3"
+
+
+def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint(
+    target: Target, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+    import signal
+
+    from carryover.train import trainer as module
+
+    r = recipe(corpus, tmp_path, save_steps=100)
+    compute = module.DrafterTrainer.compute_loss
+    calls = []
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(module.DrafterTrainer, "compute_loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(r, "baseline", tmp_path / "stopped", target=target, progress=False)
+    assert last_checkpoint(tmp_path / "stopped") == tmp_path / "stopped" / "checkpoint-4"
+    monkeypatch.undo()
+    train(r, "baseline", tmp_path / "stopped", resume=True, target=target, progress=False)
+    whole = train(r, "baseline", tmp_path / "whole", target=target, progress=False)
+    assert equal(weights(whole), weights(tmp_path / "stopped"))
