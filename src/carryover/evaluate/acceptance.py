@@ -1,7 +1,7 @@
 """How many tokens a verification yields, read from traces.
 
-The convention, which differs between projects: the acceptance length is the number of tokens emitted by rounds, bonus or
-correction included, over the number of rounds, pooled over all rounds (not a mean of means). The first token of a
+The convention, which differs between projects: the acceptance length is the number of tokens emitted by rounds, bonus
+or correction included, over the number of rounds, pooled over all rounds (not a mean of means). The first token of a
 response comes from the prefill and belongs to no round. A round cut by a stop token or by the length limit counts the
 tokens it really emitted.
 

@@ -49,9 +49,11 @@ def git_commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        git = ["git", "-C", str(root)]
-        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+        commit, changed = _git(root, "rev-parse", "--short=12", "HEAD"), _git(root, "status", "--porcelain")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit.strip() + ("+" if changed else "")
+    return commit + ("+" if changed else "")
+
+
+def _git(root: Path, *command: str) -> str:
+    return subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=True).stdout.strip()

@@ -1,6 +1,7 @@
 """From traces to the results file: STATS of each run by task and overall, and paired comparisons between runs.
 
-The file's keys are fixed (docs/results.md explains each); benchmarks and the report read it, nobody derives a figure twice.
+The file's keys are fixed (docs/results.md explains each); benchmarks and the report read it, nobody derives a figure
+twice.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from .acceptance import (
     Responses,
@@ -69,7 +72,7 @@ def stats(prompts: Sequence[Responses], plain: Sequence[Responses], greedy: bool
     same = sum(same_output(a, b) for a, b in zip(prompts, plain, strict=True))
     return {
         "prompts": len(prompts),
-        "tokens": int(sum(tokens_per_round.numerator)),
+        "tokens": int(np.sum(tokens_per_round.numerator)),
         "rounds": len(rounds),
         "acceptance_length": known(tokens_per_round.ratio()),
         "acceptance_length_ci95": interval(ratio_interval(tokens_per_round, seed)),

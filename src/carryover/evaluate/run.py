@@ -1,8 +1,8 @@
 """Runs several methods over the same prompts, interleaved, and writes `trace.jsonl` and `results.json`.
 
-Methods are plain decoding, every drafter, and on request every carrying drafter once more with carry off. They take turns
-prompt by prompt in one process, in rotating order, so that a slow minute hits all of them. A prompt with several turns
-continues, for all methods alike, from what plain decoding answered.
+Methods are plain decoding, every drafter, and on request every carrying drafter once more with carry off. They take
+turns prompt by prompt in one process, in rotating order, so that a slow minute hits all of them. A prompt with several
+turns continues, for all methods alike, from what plain decoding answered.
 
 A finished prompt is appended to the trace at once; a run that was killed goes on where it stopped, with the same seeds.
 The trace has one line per method, prompt and turn: `{method, prompt, task, turn, generation}` (decode/trace.py).
@@ -14,14 +14,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..data.chat import render_prompt
+from ..data.chat import conversation, render_prompt
 from ..data.prompts import Prompt
 from ..decode.engine import Engine
 from ..decode.sampling import Sampling
@@ -40,13 +40,15 @@ Answers = dict[str, list[Generation]]  # method -> the responses to one prompt, 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to decode. carry_off: run every carrying drafter once more without carry."""
+    """How to decode. carry_off: run every carrying drafter once more without carry. template: options of the chat
+    template (enable_thinking and the like), which must be those of the drafter's training data."""
 
     max_new_tokens: int = 256
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     draft_sampling: DraftSampling = "greedy"
     seed: int = 0
     carry_off: bool = False
+    template: dict[str, Any] = field(default_factory=dict)
 
 
 class Method(NamedTuple):
@@ -68,11 +70,11 @@ def evaluate(
 ) -> dict[str, Any]:
     """Decodes all prompts with all methods and returns the results, which are also in `out/results.json`.
 
-    drafters: by path (or hub id), in the order of comparison. Prompts too long for the target are left out and listed in
-    the environment. Raises InputError when `out` holds an evaluation with other settings, or there is nothing to do.
+    drafters: by path (or hub id), in the order of comparison. Prompts too long for the target are left out and listed
+    in the environment. Raises InputError when `out` holds an evaluation with other settings or nothing can be decoded.
     """
     methods = methods_of(target, drafters, plan)
-    prompts, skipped = fitting(target, prompts)
+    prompts, skipped = fitting(target, plan, prompts)
     settings = settings_of(target, drafters, prompts, plan, methods)
     out.mkdir(parents=True, exist_ok=True)
     trace = out / "trace.jsonl"
@@ -81,7 +83,7 @@ def evaluate(
     session["skipped_prompts"] = skipped
     if len(done) < len(prompts):
         for method in methods:
-            method.engine.generate(ids_of(target, prompts[0].turns[:1]), min(plan.max_new_tokens, WARM_UP_TOKENS), plan.seed)
+            method.engine.generate(ids_of(target, plan, prompts[0].turns), min(plan.max_new_tokens, WARM_UP_TOKENS))
     with counted(len(prompts), len(done), progress) as advance:
         for index, prompt in enumerate(prompts):
             if prompt.id not in done:
@@ -120,38 +122,38 @@ def short_names(paths: Sequence[str]) -> list[str]:
     return list(paths)
 
 
-def fitting(target: Target, prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[str]]:
+def fitting(target: Target, plan: Plan, prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[str]]:
     """The prompts that leave room for a response in the target's context, and the ids of the others."""
     ids = [prompt.id for prompt in prompts]
     twice = sorted({i for i in ids if ids.count(i) > 1}) if len(set(ids)) < len(ids) else []
     if twice:
         raise InputError(f"prompt ids must be unique, but {twice[0]!r} appears more than once.")
-    fits = [p for p in prompts if len(ids_of(target, p.turns[:1])) < target.max_length]
+    fits = [p for p in prompts if len(ids_of(target, plan, p.turns)) < target.max_length]
     if not fits:
-        raise InputError(f"none of the {len(prompts)} prompts fits into the target's context of {target.max_length} tokens.")
+        raise InputError(f"none of {len(prompts)} prompts fits into the target's context ({target.max_length} tokens).")
     return fits, sorted(set(ids) - {p.id for p in fits})
 
 
-def ids_of(target: Target, conversation: Any) -> list[int]:
+def ids_of(target: Target, plan: Plan, turns: Sequence[str], responses: Sequence[str] = ()) -> list[int]:
+    """Token ids of the next prompt: the turns up to the first one that has no response yet."""
     if target.tokenizer is None:
         raise InputError(f"the target {target.name!r} has no tokenizer, so it cannot read prompts.")
-    return render_prompt(target.tokenizer, conversation)
+    return render_prompt(target.tokenizer, conversation(turns, responses), plan.template)
 
 
 def answer(target: Target, methods: Sequence[Method], prompt: Prompt, plan: Plan) -> Answers:
     """The responses of all methods, in the given order, to every turn of one prompt."""
     answers: Answers = {method.name: [] for method in methods}
-    messages: list[dict[str, str]] = []
-    for turn, text in enumerate(prompt.turns):
-        messages.append({"role": "user", "content": text})
-        ids = ids_of(target, messages)
+    replies: list[str] = []
+    for turn in range(len(prompt.turns)):
+        ids = ids_of(target, plan, prompt.turns, replies)
         if len(ids) >= target.max_length:
             break
+        seed = prompt_seed(plan.seed, prompt.id, turn)
         for method in methods:
-            answers[method.name].append(method.engine.generate(ids, plan.max_new_tokens, prompt_seed(plan.seed, prompt.id, turn)))
+            answers[method.name].append(method.engine.generate(ids, plan.max_new_tokens, seed))
         assert target.tokenizer is not None
-        reply = target.tokenizer.decode(answers[PLAIN][-1].tokens, skip_special_tokens=True)
-        messages.append({"role": "assistant", "content": reply})
+        replies.append(str(target.tokenizer.decode(answers[PLAIN][-1].tokens, skip_special_tokens=True)))
     return answers
 
 
@@ -204,13 +206,13 @@ def open_session(path: Path, settings: dict[str, Any], target: Target, unfinishe
 
 def append_trace(path: Path, prompt: Prompt, answers: Answers) -> None:
     """All methods' responses to one prompt, in one write."""
-    lines = [
-        json.dumps({"method": method, "prompt": prompt.id, "task": prompt.task, "turn": turn, "generation": g.as_dict()})
+    records = [
+        {"method": method, "prompt": prompt.id, "task": prompt.task, "turn": turn, "generation": g.as_dict()}
         for method, generations in answers.items()
         for turn, g in enumerate(generations)
     ]
     with path.open("a") as file:
-        file.write("\n".join(lines) + "\n")
+        file.write("".join(json.dumps(record) + "\n" for record in records))
 
 
 def read_trace(path: Path, methods: Sequence[str]) -> dict[str, Answers]:
@@ -225,7 +227,7 @@ def read_trace(path: Path, methods: Sequence[str]) -> dict[str, Answers]:
             records.append(json.loads(line))
         except ValueError as error:
             if number < len(lines):
-                raise InputError(f"{path} is damaged at line {number}; restore it, or delete it to start over.") from error
+                raise InputError(f"{path} is damaged at line {number}; restore or delete it.") from error
     answers: dict[str, Answers] = {}
     turns: dict[str, int] = {}
     for r in records:
@@ -270,7 +272,7 @@ def results_of(
 @contextmanager
 def counted(total: int, done: int, show: bool) -> Iterator[Any]:
     """A progress bar over prompts, on stderr; yields what advances it by one."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
         task = bar.add_task("prompts", total=total, completed=done)
         yield lambda: bar.advance(task)

@@ -1,7 +1,7 @@
 """Time per token, where it goes, and whether the output stayed what plain decoding gives; read from traces.
 
-Throughput is end to end: all tokens of the responses over all their seconds, prefill included, batch of one. It compares
-methods only if they were timed side by side, which `run.py` does.
+Throughput is end to end: all tokens of the responses over all their seconds, prefill included, batch of one. It
+compares methods only if they were timed side by side, which `run.py` does.
 
 Letters: `n` prompts.
 """
