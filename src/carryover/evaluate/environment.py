@@ -29,7 +29,7 @@ def environment(target: Target) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else target.device.type,
         "dtype": str(target.dtype).removeprefix("torch."),
     }
