@@ -58,5 +58,5 @@ def test_malformed_ids_are_refused(ids: list[Any]):
 def test_the_last_layer_is_refused():
     assert LayerIds([1, 34]).checked(36) == (1, 34)
     for ids in ([1, 35], [1, 99]):
-        with pytest.raises(InputError, match="out of range.*0 to 34"):
+        with pytest.raises(InputError, match=r"out of range.*0 to 34"):
             LayerIds(ids).checked(36)

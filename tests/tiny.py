@@ -56,7 +56,7 @@ def tiny_config(family: str, vocab: int = 96, layers: int = 6, **overrides: Any)
     gemma = {"sliding_window": WINDOW, "layer_types": sliding, "final_logit_softcapping": 3.0}
     gemma4 = {**gemma, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
     shared = {"num_kv_shared_layers": 3 if layers >= 6 else 0}  # the last three read rows of the layers before them
-    ple = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": vocab}
+    ple = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": vocab}
     if family == "llama":
         return LlamaConfig(**{**base, "tie_word_embeddings": True, **overrides})
     if family == "qwen3":
@@ -87,9 +87,11 @@ def tiny_target(family: str = "llama", vocab: int = 96, layers: int = 6, seed: i
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(family, vocab, layers, **overrides), dtype=torch.float32)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
+                if family.startswith("gemma4") and name.endswith("q_norm.weight"):
+                    parameter.mul_(len(parameter) ** -0.5)  # this family leaves the scale of attention to the norm
     return Target(model, tiny_tokenizer(vocab), name=f"tiny-{family}-{seed}")
 
 

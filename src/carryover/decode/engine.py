@@ -29,7 +29,7 @@ from ..errors import InputError
 from ..rows import block_rows, concat, context_rows
 from ..target import Cache, Target
 from .sampling import Sampling
-from .state import CarryState, DraftCache
+from .state import CarryState, DraftCache, LayerKeyValues
 from .trace import Generation, Round
 from .verify import Chooser, DraftSampling, verify
 
@@ -38,10 +38,10 @@ from .verify import Chooser, DraftSampling, verify
 class Request:
     """One request between two rounds.
 
-    anchor: position of the last committed token; anchor_token: that token, `[1]`, on the device. cache: the target's, rows
-    0..anchor-1. fresh: features `[1, rows, M*Dt]` of committed tokens that the drafter has not taken in yet, up to
-    anchor-1. carry: what the last round rejected, None after full acceptance. draft_cache, fresh, carry: None without
-    a drafter.
+    anchor: position of the last committed token. anchor_token: that token, `[1]`, on the device. cache: the target's,
+    rows 0..anchor-1. fresh: features `[1, rows, M*Dt]` of committed tokens that the drafter has not taken in yet, up to
+    anchor-1. carry: what the last round rejected, None after full acceptance. The last three are None without a
+    drafter.
     """
 
     anchor: int
@@ -65,9 +65,10 @@ class Engine:
         carry: bool = True,
         timed: bool | None = None,
     ) -> None:
-        """drafter: None for plain decoding. draft_sampling: how proposals are chosen above temperature 0 (see `verify.py`).
-        carry: False ignores the carry interface of the drafter. timed: fill in the times of every round, which on an
-        accelerator costs two synchronisations per round; None times on the CPU only.
+        """drafter: None decodes plainly. draft_sampling: how to choose proposals above temperature 0, see `verify.py`.
+
+        carry: False ignores the drafter's carry interface. timed: fill in the times of every round, which makes it wait
+        three times for an accelerator; None times on the CPU only. Raises InputError for an unknown draft_sampling.
         """
         if draft_sampling not in get_args(DraftSampling):
             raise InputError(f"draft_sampling must be greedy or probabilistic, got {draft_sampling!r}.")
@@ -141,7 +142,7 @@ class Engine:
     # ---- the steps -------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def prefill(self, prompt_ids: Sequence[int], limit: int, seed: int) -> Request:
-        """Runs the prompt `[S]` and chooses the first token, the first anchor. limit: longest response to make room for."""
+        """Runs the prompt `[S]` and chooses the first token, the first anchor. limit: the longest possible response."""
         target, device = self.target, self.target.device
         cache, generator = target.new_cache(), torch.Generator(device).manual_seed(seed)
         out = target.forward(torch.tensor([prompt_ids], device=device), cache, self.layer_ids)
@@ -174,7 +175,7 @@ class Engine:
 
     @torch.no_grad()
     def draft(self, request: Request) -> tuple[Tensor, Tensor | None]:
-        """Proposals `[1, P]` for the request's anchor, and the distributions `[1, P, V]` they were drawn from, if drawn.
+        """Proposals `[1, P]` for the request's anchor, and the distributions `[1, P, V]` they were drawn from, if any.
 
         Fewer than the drafter makes where the target's context ends; none without a drafter.
         """
@@ -196,13 +197,16 @@ class Engine:
             positions = torch.arange(cache.committed, anchor, device=rows.device)[None]
             cache.commit(drafter.key_values(rows, positions), rows.shape[1])
             request.fresh = None
-        if carry is not None:
-            rows = drafter.carried(carry.features.to(drafter.dtype))
-            cache.put_carry(drafter.key_values(rows, carry.positions))
+        cache.put_carry(self._carry_key_values(carry) if carry is not None else None)
         block = drafter.block_tokens(request.anchor_token)
         positions = torch.arange(anchor, anchor + block.shape[1], device=block.device)[None]
         embeds = self.target.embed(block).to(drafter.dtype)
         return drafter.block(embeds, positions, cache, self._masks(request))
+
+    def _carry_key_values(self, carry: CarryState) -> LayerKeyValues:
+        assert self.drafter is not None
+        rows = self.drafter.carried(carry.features.to(self.drafter.dtype))
+        return self.drafter.key_values(rows, carry.positions)
 
     def _masks(self, request: Request) -> dict | None:
         """None where every layer lets every slot see every row; else one mask per kind of layer."""
@@ -220,7 +224,7 @@ class Engine:
         return self.target.head(hidden.to(self.target.dtype))
 
     def _verify_and_commit(self, request: Request, proposals: Tensor, q: Tensor | None) -> tuple[list[int], int, int]:
-        """One target forward; returns the proposals, n, and the correction or bonus token. The one wait for the device."""
+        """One target forward; returns the proposals, n, and the correction or bonus. Waits for the device, once."""
         target, anchor, count = self.target, request.anchor, proposals.shape[1]
         tokens = torch.cat((request.anchor_token[:, None], proposals), dim=1)
         out = target.forward(tokens, request.cache, self.layer_ids)

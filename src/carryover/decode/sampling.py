@@ -19,7 +19,7 @@ from ..errors import InputError
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature: 0 is greedy, whatever the rest says. top_k: 0 keeps all tokens. top_p: 1 keeps all. min_p: 0 keeps all.
+    """temperature: 0 is greedy, whatever the rest says. top_k 0, top_p 1 and min_p 0 keep all tokens.
 
     Raises InputError for a value outside its range.
     """
@@ -65,7 +65,7 @@ class Sampling:
 def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One index `[...]` for each row of non-negative `weights [..., V]`, which need not sum to one.
 
-    The winner of a race of exponential clocks with these rates. Unlike `torch.multinomial` it never waits for the device.
+    The winner of a race of exponential clocks with these rates; unlike `torch.multinomial` it never waits for a device.
     """
     return (weights / torch.empty_like(weights).exponential_(generator=generator)).argmax(-1)
 

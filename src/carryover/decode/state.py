@@ -3,8 +3,8 @@
 Only the committed rows of the draft cache survive a round; carry and block rows are written behind them and forgotten.
 Rejected rows survive as target features until the next draft, which reads them once.
 
-Letters: `R` carry rows, `B` block rows, `M` captured layers, `Dt` target hidden size, `G` key/value heads, `hd` head size.
-Source: SPEC 1.6 and 6.1.
+Letters: `R` carry rows, `B` block rows, `K` all rows, `M` captured layers, `Dt` target hidden size, `G` key/value
+heads, `hd` head size. Source: SPEC 1.6 and 6.1.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ LayerKeyValues = list[tuple[Tensor, Tensor]]  # keys and values [1, G, rows, hd]
 
 
 class DraftCache:
-    """One preallocated buffer of keys and one of values per layer, `[1, G, capacity, hd]`: committed | carry | block rows.
+    """One preallocated buffer of keys and one of values per layer, `[1, G, capacity, hd]`, in the order
+    committed | carry | block rows.
 
-    Rows are written in place and read as views; implements `KeyValues` for `Drafter.block`.
+    Rows are written in place and read as views. Implements `KeyValues` for `Drafter.block`.
     """
 
     def __init__(self, config: DrafterConfig, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,22 +37,21 @@ class DraftCache:
         self.carried = 0
 
     def commit(self, kv: LayerKeyValues, count: int) -> None:
-        """Appends the first `count` rows of `kv` for good; carry rows of the round before vanish."""
+        """Appends the first `count` rows of `kv` for good, over any carry rows of the round before."""
         for layer, (keys, values) in enumerate(kv):
             self._write(layer, self.committed, keys[:, :, :count], values[:, :, :count])
         self.committed += count
         self.carried = 0
 
-    def put_carry(self, kv: LayerKeyValues) -> None:
-        """Writes carry rows behind the committed ones, until the next `commit`."""
-        for layer, (keys, values) in enumerate(kv):
+    def put_carry(self, kv: LayerKeyValues | None) -> None:
+        """Writes carry rows behind the committed ones, in place of those put before; None leaves none."""
+        for layer, (keys, values) in enumerate(kv or ()):
             self._write(layer, self.committed, keys, values)
-        self.carried = kv[0][0].shape[2]
+        self.carried = kv[0][0].shape[2] if kv else 0
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the block's `[1, G, B, hd]` behind the stored rows; returns views of all rows, `[1, G, K, hd]`."""
-        start = self.committed + self.carried
-        return self._write(layer, start, keys, values)
+        return self._write(layer, self.committed + self.carried, keys, values)
 
     def _write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         end = start + keys.shape[2]

@@ -11,9 +11,10 @@ from typing import Any
 class Round:
     """One draft-verify-commit.
 
-    anchor: position of the last committed token when the round began. proposals: the P drafted tokens (none for plain
-    decoding). accepted: n, how many of them were accepted. committed: tokens emitted by this round, accepted ones first,
-    then the correction or bonus, cut at the end of the response. carried: carry rows the draft read. Times in seconds.
+    anchor: position of the last committed token when the round began. proposals: the P drafted tokens, none for plain
+    decoding. committed: tokens emitted by this round, accepted ones first, then the correction or bonus, cut at the end
+    of the response. accepted: n, how many proposals were accepted, those behind the cut not counted. carried: carry
+    rows the draft read. Times in seconds, 0 if the engine was not asked for them.
     """
 
     anchor: int

@@ -2,9 +2,9 @@
 
 All rules are lossless: whatever the drafter does, the tokens they emit are distributed as the target's own.
 
-* Drafts chosen by argmax (`draft_sampling="greedy"`): the target chooses a token at every row, and proposals are accepted
-  while they equal it. At temperature 0 this is the greedy rule. Above it, it is sample-and-match, which is also rejection
-  sampling with a one-hot draft distribution; a proposal is accepted with probability `p(proposal)`.
+* Drafts chosen by argmax (`draft_sampling="greedy"`): the target chooses a token at every row, and proposals are
+  accepted while they equal it. At temperature 0 this is the greedy rule. Above it, it is sample-and-match, which is
+  also rejection sampling with a one-hot draft distribution: a proposal is accepted with probability `p(proposal)`.
 * Drafts drawn from the drafter's distribution q (`draft_sampling="probabilistic"`): rejection sampling. A proposal is
   accepted with probability `min(1, p/q)`; the first rejected one is replaced by a draw from `max(p - q, 0)`.
 
@@ -44,9 +44,8 @@ def verify(
 ) -> Verdict:
     """Applies the rule that fits how the proposals were made.
 
-    proposals: `[b, P]`, P may be 0. logits: the target's, `[b, P+1, V]`; row 0 is the anchor's and judges proposal 1, the
-    last row gives the bonus. draft_probabilities: `[b, P, V]`, the fp32 distributions the proposals were drawn from, after
-    all corrections and processors (`Chooser` records them); None if they were chosen by argmax.
+    proposals: `[b, P]`, P may be 0. logits: the target's, `[b, P+1, V]`; row 0 is the anchor's and judges proposal 1,
+    the last row gives the bonus. draft_probabilities: `[b, P, V]`, the fp32 distributions they were drawn from, after all corrections and processors (`Chooser` records them); None if they were chosen by argmax.
     """
     if sampling.greedy or draft_probabilities is None:
         return sample_and_match(proposals, sampling.choose(logits, generator))
@@ -74,7 +73,7 @@ def rejection_sampling(proposals: Tensor, p: Tensor, q: Tensor, generator: torch
     p_next = p.gather(1, row)[:, 0]
     q_next = torch.cat((q, torch.zeros_like(p[:, :1])), dim=1).gather(1, row)[:, 0]
     residual = (p_next - q_next).clamp(min=0)
-    # A rejection proves p < q somewhere, hence mass above zero elsewhere; rounding may hide it when p and q nearly agree.
+    # A rejection proves p < q somewhere, hence p > q elsewhere; rounding may hide that when they nearly agree.
     enough = residual.sum(-1, keepdim=True) > 1e-8
     return Verdict(accepted, draw(torch.where(enough, residual, p_next), generator))
 

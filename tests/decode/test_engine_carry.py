@@ -1,0 +1,183 @@
+"""Carry rows: which, where, how long, and that the cached decode equals the pass that training runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decode_helpers import CARRIES, HEADS, LAYERS, PROMPT, ScriptedDrafter, make_drafter
+from tiny import tiny_target
+
+from carryover.decode.engine import Engine
+from carryover.decode.sampling import Sampling
+from carryover.rows import block_rows, carry_rows, concat, context_rows
+
+NEW = 14
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def family_target(request):
+    seed = {"llama": 16, "gemma3_text": 35}[request.param]
+    return tiny_target(request.param, 8, 3, seed, eos_token_id=None, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_target("llama", 8, 3, 16, eos_token_id=None, tie_word_embeddings=False)
+
+
+def watch(drafter):
+    """Records what every draft saw and made: block states and the logits of the proposals."""
+    states, logits, block, propose = [], [], drafter.block, drafter.propose
+
+    def watched_block(*args):
+        states.append(block(*args))
+        return states[-1]
+
+    def watched_propose(*args):
+        proposals = propose(*args)
+        logits.append(proposals.logits)
+        return proposals
+
+    drafter.block, drafter.propose = watched_block, watched_propose
+    return states, logits
+
+
+def recompute(target, drafter, tokens, anchor, last=None):
+    """Block states `[1, B, D]` at `anchor`, with nothing cached: the training pass with masks from rows.py."""
+    zero = torch.zeros(1, 1, dtype=torch.long)
+    positions = torch.arange(anchor)[None]
+    features = target.forward(torch.tensor([tokens[:anchor]]), layer_ids=drafter.config.layer_ids).features
+    block = block_rows(zero + anchor, zero, drafter.config.block_size)
+    keys, carried, carried_at = [context_rows(positions, torch.zeros_like(positions))], None, None
+    if last is not None:
+        rows = carry_rows(zero + last.anchor, zero, zero + last.accepted, len(last.proposals))
+        branch = torch.tensor([tokens[: last.anchor + 1] + last.proposals])
+        carried = target.forward(branch, layer_ids=drafter.config.layer_ids).features[:, last.anchor + 1 :]
+        carried_at = rows.position
+        keys.append(rows)
+    masks = drafter.masks(block, concat(*keys, block))
+    embeds = target.embed(drafter.block_tokens(torch.tensor([tokens[anchor]])))
+    return drafter(embeds, block.position, masks, features, positions, carried, carried_at)
+
+
+@pytest.mark.parametrize("slots", ["fill_in", "next_token"])
+@pytest.mark.parametrize(
+    "layers, carry",
+    [("full", "none"), ("full", "projector"), ("causal", "none"), *((kind, "embedding") for kind in LAYERS)],
+)
+def test_cached_states_equal_the_training_pass(family_target, slots, layers, carry):
+    small = {"initializer_range": 0.1}  # random weights any larger amplify rounding
+    drafter = make_drafter(family_target, slots=slots, **small, **CARRIES[carry], **LAYERS[layers])
+    states, _ = watch(drafter)
+    generation = Engine(family_target, drafter).generate(PROMPT, NEW)
+    states, tokens, last = list(states), PROMPT + generation.tokens, None
+    assert len(states) == len(generation.rounds) >= 4
+    for state, round_ in zip(states, generation.rounds, strict=True):
+        expected = recompute(family_target, drafter, tokens, round_.anchor, last)
+        assert (state - expected).abs().max() < 1e-5
+        last = round_ if carry != "none" else None
+
+
+@pytest.mark.parametrize("slots", ["fill_in", "next_token"])
+def test_carry_rows_live_one_round_at_their_own_positions(family_target, slots):
+    """Round by round: right about 0, all, 2, 1, all, 0, 0, ... proposals."""
+    truth = Engine(family_target).generate(PROMPT, 40).tokens
+    drafter = make_drafter(family_target, kind=ScriptedDrafter, slots=slots, carry="embedding")
+    p, plan = drafter.config.num_proposals, [0, 9, 2, 1, 9, 0, 0]
+    drafter.follow(PROMPT + truth, lambda r: plan[r])
+    engine = Engine(family_target, drafter)
+    request, tokens, last = engine.prefill(PROMPT, 40, 0), PROMPT + truth[:1], None
+    for n in plan:
+        n = min(n, p)
+        carry = request.carry
+        if last is None or last.accepted == p:
+            assert carry is None
+        else:
+            first = last.anchor + last.accepted + 1
+            assert carry.positions.tolist() == [list(range(first, last.anchor + p + 1))] and carry.count <= p
+            branch = torch.tensor([tokens[: last.anchor + 1] + last.proposals])
+            states = family_target.forward(branch, layer_ids=drafter.config.layer_ids).features
+            assert torch.allclose(carry.features, states[:, first:], atol=1e-5)
+        round_ = engine.round(request)
+        assert round_.accepted == n and round_.carried == (carry.count if carry else 0)
+        assert request.draft_cache.carried == round_.carried  # this round's alone
+        assert request.draft_cache.committed == round_.anchor
+        tokens += round_.committed
+        last = round_
+
+
+def test_requests_do_not_share_carry(llama):
+    engine = Engine(llama, make_drafter(llama, carry="embedding"))
+    first = engine.generate(PROMPT, NEW)
+    other = engine.generate([6, 2, 2], NEW)
+    assert first.rounds[0].carried == other.rounds[0].carried == 0
+    assert sum(r.carried for r in first.rounds) > 0
+    again = engine.generate(PROMPT, NEW)
+    for one, two in zip(first.rounds, again.rounds, strict=True):
+        assert (one.anchor, one.proposals, one.carried) == (two.anchor, two.proposals, two.carried)
+
+
+def run(target, drafter, carry=True, sampling=Sampling()):
+    states, logits = watch(drafter)
+    generation = Engine(target, drafter, sampling, "probabilistic", carry).generate(PROMPT, NEW, seed=2)
+    return generation, torch.cat(states), torch.cat(logits)
+
+
+def same_weights(target, reference, **overrides):
+    """A drafter with another carry interface and the reference's weights; its own mark stays random."""
+    drafter = make_drafter(target, 7, **overrides)
+    drafter.load_state_dict(reference.state_dict(), strict=False)
+    return drafter
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)])
+@pytest.mark.parametrize("head", HEADS)
+def test_switched_off_carry_is_the_baseline_bit_for_bit(llama, head, sampling):
+    baseline = make_drafter(llama, **HEADS[head])
+    expected = run(llama, baseline, True, sampling)
+    for carry in CARRIES.values():
+        off = run(llama, same_weights(llama, baseline, **HEADS[head], **carry), False, sampling)
+        assert off[0].tokens == expected[0].tokens
+        assert torch.equal(off[1], expected[1]) and torch.equal(off[2], expected[2])
+        assert all(r.carried == 0 for r in off[0].rounds)
+
+
+@pytest.mark.parametrize("carry", ["embedding", "post_norm", "projector", "bottleneck"])
+def test_a_fresh_mark_is_plain_carry_bit_for_bit(llama, carry):
+    plain = make_drafter(llama, carry="plain")
+    marked = same_weights(llama, plain, **CARRIES[carry])
+    marked.carry.start_from(marked.fc)
+    expected, fresh = run(llama, plain), run(llama, marked)
+    assert fresh[0].tokens == expected[0].tokens
+    assert [r.carried for r in fresh[0].rounds] == [r.carried for r in expected[0].rounds]
+    assert torch.equal(fresh[1], expected[1]) and torch.equal(fresh[2], expected[2])
+
+
+@pytest.mark.parametrize("carry", [name for name in CARRIES if name != "none"])
+def test_carry_changes_drafts_from_the_second_round_on(llama, carry):
+    """Or else the two tests above would compare nothing."""
+    baseline = make_drafter(llama)
+    drafter = same_weights(llama, baseline, **CARRIES[carry])
+    (before, base, _), (after, states, _) = run(llama, baseline), run(llama, drafter)
+    assert torch.equal(states[0], base[0])
+    assert after.rounds[1].carried > 0 and after.rounds[1].anchor == before.rounds[1].anchor
+    assert not torch.allclose(states[1], base[1], atol=1e-3)
+
+
+def test_drafting_twice_from_one_state(llama):
+    """Diagnostics draft from the same state with and without carry; drafting leaves no trace in it."""
+    drafter = make_drafter(llama, carry="embedding")
+    engine = Engine(llama, drafter)
+    request = engine.prefill(PROMPT, NEW, 0)
+    engine.round(request)
+    carry = request.carry
+    assert carry is not None
+    with_carry = engine.draft_states(request)
+    request.carry = None
+    without = engine.draft_states(request)
+    request.carry = carry
+    assert torch.equal(engine.draft_states(request), with_carry) and not torch.allclose(without, with_carry, atol=1e-3)
+    off = Engine(llama, drafter, carry=False)
+    same = off.prefill(PROMPT, NEW, 0)
+    off.round(same)
+    assert torch.equal(off.draft_states(same), without)

@@ -1,0 +1,95 @@
+"""Processed distributions equal transformers' own, and draws follow them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from carryover.decode.sampling import Sampling, draw
+from carryover.errors import InputError
+
+SETTINGS = [
+    (t, k, p, m) for t in (0.3, 1.0, 1.7) for k in (0, 1, 5, 500) for p in (1.0, 0.8, 0.05) for m in (0.0, 0.1, 1.0)
+]
+
+
+def transformers_probabilities(logits, temperature, top_k, top_p, min_p):
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    if min_p:
+        warpers.append(MinPLogitsWarper(min_p))
+    return warpers(None, logits).softmax(-1)
+
+
+@pytest.mark.parametrize("values", ["spread", "tied"])
+def test_equal_to_transformers(values):
+    torch.manual_seed(0)
+    logits = torch.randn(16, 33) * 3 if values == "spread" else torch.randint(0, 4, (16, 33)).float()
+    for setting in SETTINGS:
+        ours = Sampling(*setting).probabilities(logits)
+        assert torch.equal(ours, transformers_probabilities(logits, *setting)), setting
+        assert torch.allclose(ours.sum(-1), torch.ones(16))
+
+
+def test_any_leading_shape_and_dtype():
+    sampling = Sampling(0.7, 6, 0.9, 0.05)
+    logits = torch.randn(2, 3, 20)
+    rows = torch.stack([sampling.probabilities(row) for row in logits.flatten(0, 1)]).view_as(logits)
+    assert torch.allclose(sampling.probabilities(logits), rows)
+    half = sampling.probabilities(logits.bfloat16())
+    assert half.dtype == torch.float32
+    assert torch.equal(half, sampling.probabilities(logits.bfloat16().float()))
+
+
+def test_greedy_is_a_one_hot_argmax():
+    logits = torch.randn(3, 4, 9)
+    greedy = Sampling(0.0, top_k=3, top_p=0.5, min_p=0.2)
+    assert greedy.greedy and not Sampling(0.1).greedy
+    assert torch.equal(greedy.probabilities(logits).argmax(-1), logits.argmax(-1))
+    assert torch.equal(greedy.probabilities(logits).sum(-1), torch.ones(3, 4))
+    assert torch.equal(greedy.choose(logits), logits.argmax(-1))
+
+
+def test_draws_follow_the_weights():
+    weights = torch.tensor([0.0, 1.0, 2.0, 0.0, 5.0])
+    drawn = draw(weights.expand(40_000, -1), torch.Generator().manual_seed(1))
+    counts = drawn.bincount(minlength=5)
+    assert counts[0] == counts[3] == 0
+    assert chisquare(counts[weights > 0], weights[weights > 0] / 8 * 40_000).pvalue > 1e-3
+
+
+def test_choose_depends_on_the_generator_only():
+    sampling, logits = Sampling(1.0), torch.randn(64, 50)
+    first, again, other = (sampling.choose(logits, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_k": 1.5},
+        {"top_p": 0.0},
+        {"top_p": 1.01},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": float("nan")},
+    ],
+)
+def test_settings_out_of_range_are_refused(setting):
+    with pytest.raises(InputError, match=next(iter(setting))):
+        Sampling(**setting)
