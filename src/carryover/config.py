@@ -1,10 +1,10 @@
 """The recipe: one YAML file that says everything about a drafter and how it is trained, read strictly.
 
-Unknown keys are errors that name the closest valid key; whatever the file leaves out is resolved on loading (`fill_in`), so a
-loaded recipe has no open defaults and `to_yaml` shows what a run really used. The only values resolved later are those that
-depend on the target's weights and tokenizer: `drafter_config` does that.
+Unknown keys are errors that name the closest valid key; whatever the file leaves out is resolved on loading
+(`fill_in`), so a loaded recipe has no open defaults and `to_yaml` shows what a run really used. The only values
+resolved later are those that depend on the target's weights and tokenizer: `drafter_config` does that.
 
-Letters: `B` block rows, `L` layers of the target, `M` captured layers, `V` vocabulary. Source: SPEC 0.1 (decisions), 2.3, 3.2.
+Letters: `B` block rows, `M` captured layers. Source: SPEC 0.1 (decisions), 2.3, 3.2.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class DataConfig(Section):
     """The recorded responses a drafter learns from, and how they are cut."""
 
     corpus: Paths = ()  # JSONL files, folders; empty: what the record section produces
-    template: dict[str, Any] = {}  # options of the chat template (enable_thinking, ...), the same in training and evaluation
+    template: dict[str, Any] = {}  # options of the chat template (enable_thinking, ...), evaluation included
     max_length: Count = 2048  # tokens of a document; longer ones are cut, never down to their prompt
     sequence_length: Count  # tokens of a packed row; left out: max_length
-    minimum_response_tokens: Annotated[int, Field(ge=2)] = 2  # an anchor and one label are the least that teaches anything
+    minimum_response_tokens: Annotated[int, Field(ge=2)] = 2  # the least that teaches: an anchor and a label
 
     @model_validator(mode="after")
     def _rows_hold_documents(self) -> DataConfig:
@@ -121,7 +121,7 @@ class RecordConfig(Section):
 class LossConfig(Section):
     """`ce` times cross-entropy with the recorded token plus `l1` times the plain L1 distance (0 to 2) to the target.
 
-    Left out: ce 1, l1 0 for dflash; ce 0.1, l1 0.9 for markov. gamma left out: 4 for blocks up to 8 rows, 5 up to 12, 7 beyond.
+    Left out: ce 1, l1 0 for dflash; ce 0.1, l1 0.9 for markov; gamma by the size of the block (`default_gamma`).
     """
 
     ce: NotNegative
@@ -244,18 +244,19 @@ class Recipe(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-# ---- what the file leaves out ------------------------------------------------------------------------------------------
+# ---- what the file leaves out ----------------------------------------------------------------------------------------
 STAGES: dict[str, type[StageConfig]] = {"baseline": StageConfig, "continued": StageConfig, "carryover": CarryoverConfig}
 
 
 def default_gamma(block_size: int) -> float:
-    """Decay of the position weights: 4 for blocks up to 8 rows, 5 up to 12, 7 beyond (public DFlash configurations, SPEC 2.3)."""
+    """Decay of the position weights: 4 for blocks up to 8 rows, 5 up to 12, 7 beyond (public configurations, SPEC
+    2.3)."""
     return 4.0 if block_size <= 8 else 5.0 if block_size <= 12 else 7.0
 
 
 def fill_in(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Resolves every default that depends on another key. Values of the wrong type are left for validation to name."""
-    raw = deepcopy(dict(raw))
+    raw = deepcopy(raw)
     drafter, data, train = ({**raw[k]} if isinstance(raw.get(k), Mapping) else {} for k in ("drafter", "data", "train"))
     markov = drafter.get("algorithm") == "markov"
     if drafter.get("slots") is None:
@@ -267,10 +268,7 @@ def fill_in(raw: Mapping[str, Any]) -> dict[str, Any]:
     block = drafter.get("block_size", DrafterShape.model_fields["block_size"].default)
     gamma = default_gamma(block) if isinstance(block, int) else 7.0
     filled = {"drafter": drafter, "data": data, "train": _stages(train, markov, gamma)}
-    for key, value in filled.items():
-        if isinstance(raw.get(key, {}), Mapping):
-            raw[key] = value
-    return raw
+    return {**raw, **{key: value for key, value in filled.items() if isinstance(raw.get(key, {}), Mapping)}}
 
 
 def _stages(train: dict[str, Any], markov: bool, gamma: float) -> dict[str, Any]:
@@ -292,7 +290,7 @@ def _stages(train: dict[str, Any], markov: bool, gamma: float) -> dict[str, Any]
 
 
 def _over(own: Mapping[str, Any], shared: Mapping[str, Any], kind: type[StageConfig]) -> dict[str, Any]:
-    """`own` on top of the keys of `shared` that a stage of this kind has; a length in either unit replaces the other."""
+    """`own` on top of the keys of `shared` that such a stage has; steps and epochs replace each other."""
     result = {key: value for key, value in shared.items() if key in kind.model_fields}
     if own.get("steps") is not None or own.get("epochs") is not None:
         result.pop("steps", None)
@@ -315,19 +313,21 @@ def _override(raw: dict[str, Any], override: str) -> None:
             raw[parent] = {}
         raw = raw[parent]
         if not isinstance(raw, dict):
-            raise InputError(f"the override {override!r} goes below {parent}, which is a value and not a group of keys.")
+            raise InputError(f"the override {override!r} goes below {parent}, which is a value, not a group.")
     raw[last] = parsed
 
 
-# ---- what is wrong with it ---------------------------------------------------------------------------------------------
+# ---- what is wrong with it -------------------------------------------------------------------------------------------
 def _explain(error: ValidationError, raw: dict[str, Any]) -> str:
     """The first problem as one sentence, with the path as the user wrote it."""
     problems = error.errors()
-    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    path = _as_written([str(part) for part in first["loc"]], raw)
+    ranks = {"extra_forbidden": 0, "value_error": 2}  # a group is checked for consistency last
+    first = min(problems, key=lambda problem: ranks.get(problem["type"], 1))
+    place = [str(part) for part in first["loc"]]
+    path = _as_written(place, raw)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
-        return f"unknown key {'.'.join(path)}; {_suggestion(path)}{more}."
+        return f"unknown key {'.'.join(path)}; {_suggestion(path, place)}{more}."
     if first["type"] == "missing":
         return f"{'.'.join(path)} is missing{more}."
     message = first["msg"].removeprefix("Value error, ").rstrip(".")
@@ -347,16 +347,17 @@ def _as_written(path: list[str], raw: Any) -> list[str]:
     return path
 
 
-def _suggestion(path: list[str]) -> str:
-    known = dict(_keys(Recipe))
-    name, siblings = path[-1], list(known.get(".".join(path[:-1]), ()))
+def _suggestion(path: list[str], place: list[str]) -> str:
+    """What the unknown key, written at `path` and validated at `place`, was probably meant to be."""
+    groups = dict(_keys(Recipe))
+    name, siblings = path[-1], list(groups.get(".".join(place[:-1]), ()))
     if path[:-1] == ["train"]:
         siblings += CarryoverConfig.model_fields
-    if close := difflib.get_close_matches(name, siblings, 1):
-        return f"did you mean {'.'.join([*path[:-1], close[0]])}?".rstrip("?")
-    elsewhere = [f"{group}.{name}".lstrip(".") for group, fields in known.items() if name in fields]
+    elsewhere = [f"{group}.{name}".lstrip(".") for group, keys in groups.items() if name in keys]
     if elsewhere:
         return f"it belongs in {elsewhere[0]}"
+    if close := difflib.get_close_matches(name, siblings, 1):
+        return f"did you mean {'.'.join([*path[:-1], close[0]])}"
     return f"valid keys there are {', '.join(siblings)}"
 
 
@@ -369,7 +370,7 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, list[
                 yield from _keys(kind, f"{prefix}.{name}".lstrip("."))
 
 
-# ---- what depends on the target ----------------------------------------------------------------------------------------
+# ---- what depends on the target --------------------------------------------------------------------------------------
 def drafter_config(recipe: Recipe, target: Target) -> DrafterConfig:
     """The checked configuration of the recipe's drafter for a loaded target, with the recipe's carry interface.
 
@@ -396,7 +397,7 @@ def drafter_config(recipe: Recipe, target: Target) -> DrafterConfig:
         target_hidden_size=target.hidden_size,
         num_target_layers=target.num_layers,
         target_layer_ids=list(ids),
-        target_name=target.name,
+        target_name=str(target.name),
         target_fingerprint=target.fingerprint(),
         block_size=shape.block_size,
         slots=shape.slots,
@@ -431,11 +432,12 @@ def resolve_mask_token(explicit: int | None, target: Target) -> int:
     used = max(tokenizer.get_vocab().values())
     if used + 1 < target.vocab_size:
         return used + 1
-    template = str(tokenizer.chat_template)
-    special = [(i, t.content) for i, t in sorted(tokenizer.added_tokens_decoder.items()) if t.special]
-    spare = [f"{i} ({text})" for i, text in special if i not in taken and text not in template][-3:]
+    special = [(i, token.content) for i, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+    chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
+    shown = tokenizer.apply_chat_template(chat, tokenize=False) if tokenizer.chat_template else ""
+    spare = [f"{i} ({text})" for i, text in special if i not in taken and text not in shown][-3:]
     raise InputError(
-        f"target {target.name!r} has no mask token and no unused embedding row (all {target.vocab_size} belong to tokens); set "
-        f"drafter.mask_token_id to a token that responses never contain"
+        f"target {target.name!r} has no mask token and no unused embedding row ({target.vocab_size} tokens fill it); "
+        "set drafter.mask_token_id to a token that responses never contain"
         + (f", for example {', '.join(spare)}." if spare else ", for example a reserved special token.")
     )

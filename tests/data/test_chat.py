@@ -14,6 +14,7 @@ from carryover.data.chat import (
 )
 from carryover.errors import InputError
 
+SYSTEM = "<|im_start|> system / you are helper <|im_end|> /"
 TALK = conversation(["hello", "how are you"], ["hi", "fine thanks"])
 
 
@@ -33,7 +34,7 @@ def test_conversation_interleaves_responses():
 
 def test_prompt_has_default_system_and_generation_prompt():
     tokenizer = word_tokenizer(CHATML)
-    expected = "<|im_start|> system / you are helper <|im_end|> / <|im_start|> user / hello <|im_end|> / <|im_start|> assistant /"
+    expected = f"{SYSTEM} <|im_start|> user / hello <|im_end|> / <|im_start|> assistant /"
     assert words(tokenizer, render_prompt(tokenizer, ["hello"])) == expected
     assert render_prompt(tokenizer, conversation(["hello"], [])) == render_prompt(tokenizer, ["hello"])
 
@@ -46,8 +47,8 @@ def test_several_turns_as_text_are_refused():
 def test_chatml_multi_turn_mask():
     tokenizer = word_tokenizer(CHATML)
     assert shown(tokenizer, TALK) == (
-        "<|im_start|> system / you are helper <|im_end|> / <|im_start|> user / hello <|im_end|> / <|im_start|> assistant / "
-        "[hi] [<|im_end|>] / <|im_start|> user / how are you <|im_end|> / <|im_start|> assistant / [fine] [thanks] [<|im_end|>]"
+        f"{SYSTEM} <|im_start|> user / hello <|im_end|> / <|im_start|> assistant / [hi] [<|im_end|>] / "
+        "<|im_start|> user / how are you <|im_end|> / <|im_start|> assistant / [fine] [thanks] [<|im_end|>]"
     )
     assert shown(tokenizer, TALK, last_only=True).count("[") == 3
 
@@ -84,7 +85,8 @@ def test_own_thinking_is_supervised():
         "<|im_start|> user / hello <|im_end|> / <|im_start|> assistant / "
         "[<think>] [/] [why] [/] [</think>] [/] [/] [hi] [<|im_end|>]"
     )
-    with pytest.raises(HistoryRewritten, match="generation prompt ends"):  # generated without thinking? then it has none
+    # With thinking off the prompt holds an empty block already, so this cannot have been generated.
+    with pytest.raises(HistoryRewritten, match="generation prompt ends"):
         render_conversation(tokenizer, thinking, {"enable_thinking": False})
 
 
@@ -93,8 +95,8 @@ def test_rewritten_history_is_an_error_and_last_only_is_not():
     with pytest.raises(HistoryRewritten, match="turn 1 differently"):
         render_conversation(tokenizer, TALK, {"enable_thinking": False})
     assert shown(tokenizer, TALK, {"enable_thinking": False}, last_only=True).endswith(
-        "/ <|im_start|> assistant / hi <|im_end|> / <|im_start|> user / how are you <|im_end|> / <|im_start|> assistant / "
-        "<think> / / </think> / / [fine] [thanks] [<|im_end|>]"
+        "/ <|im_start|> assistant / hi <|im_end|> / <|im_start|> user / how are you <|im_end|> / "
+        "<|im_start|> assistant / <think> / / </think> / / [fine] [thanks] [<|im_end|>]"
     )
 
 
@@ -117,7 +119,12 @@ def test_template_without_generation_prompt_but_with_a_boundary():
 
 @pytest.mark.parametrize(
     ("template", "message"),
-    [(NO_BOUNDARY, "no generation boundary"), (NO_END, "masks everything"), (None, "no chat template"), ("{{ oops( }}", "refuses")],
+    [
+        (NO_BOUNDARY, "no generation boundary"),
+        (NO_END, "masks everything"),
+        (None, "no chat template"),
+        ("{{ oops( }}", "refuses"),
+    ],
 )
 def test_unusable_templates_raise(template, message):
     with pytest.raises(InputError, match=message):
@@ -142,8 +149,9 @@ def test_template_fingerprint_tells_templates_and_options_apart():
 
 @pytest.mark.slow
 def test_smollm2_template():
-    from carryover.embedded import EMBEDDED
     from transformers import AutoTokenizer
+
+    from carryover.embedded import EMBEDDED
 
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED["smollm2"]())
     ids, mask = render_conversation(tokenizer, conversation(["Hi!", "Who are you?"], ["Hello.", "A model."]))

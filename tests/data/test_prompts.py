@@ -50,7 +50,7 @@ def test_bad_lines_are_named(tmp_path, line, message):
 def test_missing_and_empty_places(tmp_path):
     with pytest.raises(InputError, match="no file or folder"):
         load_prompts(tmp_path / "none.jsonl")
-    with pytest.raises(InputError, match="holds no .jsonl"):
+    with pytest.raises(InputError, match=r"holds no \.jsonl"):
         load_prompts(tmp_path)
     with pytest.raises(InputError, match="no prompts in"):
         load_prompts(write(tmp_path / "empty.jsonl"))

@@ -1,4 +1,4 @@
-"""Recording: the target's own tokens, whatever the batch; resumable after a kill; never mixed with another recording."""
+"""Recording: the target's own tokens, whatever the batch; resumable after a kill; never mixed with others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ NEW = 12
 def prompts(count: int = 7, turns: int = 1) -> list[Prompt]:
     """Prompts of 1 to 9 words."""
     words = lambda i: " ".join(f"w{5 + (i * 11 + j * 7) % 90}" for j in range(1 + i * 5 % 9))  # noqa: E731
-    return [Prompt(f"p{i}", "even" if i % 2 == 0 else "odd", [words(i + t) for t in range(turns)], "s", "MIT") for i in range(count)]
+    return [
+        Prompt(f"p{i}", "even" if i % 2 == 0 else "odd", [words(i + t) for t in range(turns)], "s", "MIT")
+        for i in range(count)
+    ]
 
 
 def rows(path: Path) -> list[dict]:
@@ -37,7 +40,9 @@ def by_id(path: Path) -> dict[str, dict]:
     return found
 
 
-def run(target: Target, out: Path, which: list[Prompt], sampling: Sampling = GREEDY, batch_size: int = 3, **kwargs) -> Recorded:
+def run(
+    target: Target, out: Path, which: list[Prompt], sampling: Sampling = GREEDY, batch_size: int = 3, **kwargs
+) -> Recorded:
     return record(target, which, out, sampling, NEW, batch_size=batch_size, progress=False, **kwargs)
 
 
@@ -56,7 +61,9 @@ def test_greedy_equals_transformers(target, tmp_path):
     run(target, tmp_path / "r.jsonl", prompts())
     for row in rows(tmp_path / "r.jsonl"):
         ids = torch.tensor([row["prompt_ids"]])
-        theirs = target.model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+        theirs = target.model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[
+            0, ids.shape[1] :
+        ].tolist()
         assert row["response_ids"] == theirs
 
 

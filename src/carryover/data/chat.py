@@ -4,8 +4,8 @@ The response of an assistant turn starts where the template's generation prompt 
 what the target generates, nothing more. The boundary is found by rendering the conversation up to the turn with the
 generation prompt and comparing token ids, so it needs neither `{% generation %}` tags nor patterns in text.
 
-Letters: `S` tokens. Source: SPEC 2.4 and 9.9; what goes wrong elsewhere: an all-zero or all-one mask, a supervised empty
-think block, a missing end of turn.
+Letters: `S` tokens. Source: SPEC 2.4 and 9.9; what goes wrong elsewhere: an all-zero or all-one mask, a supervised
+empty think block, a missing end of turn.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ Options = Mapping[str, Any]  # arguments of the template, such as enable_thinkin
 
 
 class HistoryRewritten(InputError):
-    """The template shows an earlier response differently from how the target generated it (Qwen3 drops its thinking)."""
+    """The template shows an earlier response differently from how it was generated (Qwen3 drops its thinking)."""
 
 
 def conversation(turns: Sequence[str], responses: Sequence[str]) -> list[Message]:
-    """User turns with the responses given so far in between: `[user, assistant, user, ...]`, one more turn than responses."""
+    """User turns with the responses in between: `[user, assistant, user, ...]`, one more turn than there are
+    responses."""
     messages: list[Message] = []
     for i, turn in enumerate(turns[: len(responses) + 1]):
         messages.append({"role": "user", "content": turn})
@@ -38,15 +39,19 @@ def conversation(turns: Sequence[str], responses: Sequence[str]) -> list[Message
     return messages
 
 
-def render_prompt(tokenizer: Tokenizer, turns: Sequence[str] | Sequence[Message], options: Options | None = None) -> list[int]:
+def render_prompt(
+    tokenizer: Tokenizer, turns: Sequence[str] | Sequence[Message], options: Options | None = None
+) -> list[int]:
     """Token ids `[S]` of a prompt up to and including the generation prompt.
 
-    turns: messages, or one user turn as `[text]`; a prompt of several turns needs the responses in between (`conversation`).
-    Raises InputError when there is no chat template or it refuses the messages.
+    turns: messages, or one user turn as `[text]`; a prompt of several turns needs the responses in between (see
+    `conversation`). Raises InputError when there is no chat template or it refuses the messages.
     """
     if any(isinstance(turn, str) for turn in turns):
         if len(turns) != 1:
-            raise InputError("a prompt of several turns is answered turn by turn; render it with the responses in between.")
+            raise InputError(
+                "a prompt of several turns is answered turn by turn; render it with the responses between them."
+            )
         turns = conversation([str(turns[0])], [])
     return _ids(tokenizer, _text(tokenizer, turns, options, prompt=True))  # type: ignore[arg-type]
 
@@ -66,7 +71,7 @@ def render_conversation(
     """
     ends = [i + 1 for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not ends:
-        raise InputError("the conversation has no assistant turn, so its loss mask would be all zero; there is nothing to learn.")
+        raise InputError("the conversation has no assistant turn, so its loss mask would be all zero.")
     messages = messages[: ends[-1]]
     stops = _end_tokens(tokenizer, stop_ids)
     ids = _ids(tokenizer, _text(tokenizer, messages, options))
@@ -95,27 +100,29 @@ def _response_span(
     turn = sum(m.get("role") == "assistant" for m in messages)
     if ids[: len(through)] != through:
         raise HistoryRewritten(
-            f"the chat template shows assistant turn {turn} differently once the conversation goes on (thinking removed?); "
-            "make each response a conversation of its own that ends there."
+            f"the chat template shows assistant turn {turn} differently once the conversation goes on (thinking "
+            "removed?); make each response a conversation of its own that ends there."
         )
     if through[: len(prompt)] != prompt:
         raise HistoryRewritten(
-            f"assistant turn {turn} does not start where the chat template's generation prompt ends; set the template's "
-            "options (enable_thinking) as they were at generation, and strip white space from the start of the content."
+            f"assistant turn {turn} does not start where the chat template's generation prompt ends; set the "
+            "template's options (enable_thinking) as they were at generation, and strip white space from the start of "
+            "the content."
         )
     start = len(prompt)
     if added := _added_by_template(tokenizer, before, options, prompt_text, through_text):
         if prompt_text == _text(tokenizer, before, options):
             raise InputError(
-                f"the chat template has no generation boundary: it ignores add_generation_prompt, yet puts {added!r} before a "
-                "response; use a template that writes this for add_generation_prompt."
+                f"the chat template has no generation boundary: it ignores add_generation_prompt, yet puts {added!r} "
+                "before a response; use a template that writes this for add_generation_prompt."
             )
         start = len(_ids(tokenizer, prompt_text + added))  # an empty think block of the template is no response
     stop = max((i + 1 for i in range(start, len(through)) if through[i] in stops), default=start)
     if stop == start:
         raise InputError(
-            f"the chat template masks everything: no end-of-turn token ({_names(tokenizer, stops)}) follows the content of "
-            f"assistant turn {turn}, so nothing would be supervised; use the template that the target was tuned with."
+            f"the chat template masks everything: no end-of-turn token ({_names(tokenizer, stops)}) follows the "
+            f"content of assistant turn {turn}, so nothing would be supervised; use the template that the target was "
+            "tuned with."
         )
     return start, stop
 
@@ -123,7 +130,7 @@ def _response_span(
 def _added_by_template(
     tokenizer: Tokenizer, before: Sequence[Message], options: Options | None, prompt_text: str, through_text: str
 ) -> str:
-    """What the template itself writes between the generation prompt and any response, found by rendering another one."""
+    """What the template writes between the generation prompt and any response, found by rendering another one."""
     probe = "probe"
     text = _text(tokenizer, [*before, {"role": "assistant", "content": probe}], options)
     added = text[len(prompt_text) : text.find(probe, len(prompt_text))].rstrip(" ")
@@ -142,11 +149,11 @@ def _names(tokenizer: Tokenizer, ids: Collection[int]) -> str:
 def _text(tokenizer: Tokenizer, messages: Sequence[Message], options: Options | None, prompt: bool = False) -> str:
     if not tokenizer.chat_template:
         raise InputError(
-            "the target's tokenizer has no chat template; use the instruction-tuned model, or set tokenizer.chat_template."
+            "the target's tokenizer has no chat template; use the instruction-tuned model, or set its chat_template."
         )
     try:
         return tokenizer.apply_chat_template(  # type: ignore[return-value]
-            list(messages), tokenize=False, add_generation_prompt=prompt, **(options or {})
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=prompt, **(options or {})
         )
     except (TemplateError, TypeError, KeyError) as error:
         raise InputError(f"the chat template refuses the messages: {error}.") from error

@@ -1,7 +1,7 @@
 """The training corpus: recorded responses or conversations as token ids with a loss mask, packed into rows.
 
-Only token ids and masks are stored. Features of the target are computed while training (online target): draft-verify-draft
-needs the live target anyway, because what it verifies changes with every step (SPEC 6.2).
+Only token ids and masks are stored. Features of the target are computed while training (online target):
+draft-verify-draft needs the live target anyway, because what it verifies changes with every step (SPEC 6.2).
 
 Letters: `b` packed rows of a batch, `S` tokens of a row. Source: SPEC 2.4, 9.8 to 9.12.
 """
@@ -31,7 +31,12 @@ from .prompts import Paths
 from .record import read_manifest
 
 FEATURES = Features(
-    {"id": Value("string"), "task": Value("string"), "input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))}
+    {
+        "id": Value("string"),
+        "task": Value("string"),
+        "input_ids": List(Value("int32")),
+        "loss_mask": List(Value("bool")),
+    }
 )
 CHUNK = 4096  # documents held as Python lists at a time
 
@@ -66,9 +71,9 @@ class Statistics:
 def load_corpus(paths: Paths, target: Target, settings: DataConfig | None = None, quiet: bool = False) -> Dataset:
     """Reads recorded responses and conversations into a dataset of {id, task, input_ids, loss_mask}, in file order.
 
-    A line is a recording (`response_ids`, with `prompt_ids`, or `prompt` to be rendered with the target's template) or has
-    `messages`. settings: the recipe's data section. Prints statistics on stderr unless quiet. Raises InputError, with
-    file and line, for lines that cannot be used, for a recording of another target, and when nothing is left.
+    A line is a recording (`response_ids`, with `prompt_ids`, or `prompt` to be rendered with the target's template) or
+    has `messages`. settings: the recipe's data section. Prints statistics on stderr unless quiet. Raises InputError,
+    with file and line, for lines that cannot be used, for a recording of another target, and when nothing is left.
     """
     settings = settings or DataConfig(sequence_length=DataConfig.model_fields["max_length"].default)
     statistics, parts, chunk = Statistics(), [], []
@@ -86,7 +91,7 @@ def load_corpus(paths: Paths, target: Target, settings: DataConfig | None = None
 
 
 def preview(dataset: Dataset, tokenizer: Tokenizer, index: int = 0) -> str:
-    """A document as text, with each supervised span between ⟦ and ⟧: the quickest way to see that a mask is right."""
+    """A document as text, each supervised span between ⟦ and ⟧: the quickest way to see that a mask is right."""
     row, text, start = dataset[index], "", 0
     ids, mask = row["input_ids"], row["loss_mask"]
     for i in range(1, len(ids) + 1):
@@ -96,7 +101,7 @@ def preview(dataset: Dataset, tokenizer: Tokenizer, index: int = 0) -> str:
     return text
 
 
-# ---- reading -----------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 def _documents(paths: Paths, target: Target, settings: DataConfig) -> Iterator[Document]:
     for path in [paths] if isinstance(paths, str | Path) else paths:
         for file in jsonl_files(Path(path)):
@@ -115,14 +120,15 @@ def _check_manifest(file: Path, target: Target, settings: DataConfig) -> None:
         return
     if manifest.get("fingerprint") != target.fingerprint():
         raise InputError(
-            f"{file} was recorded from another target ({manifest.get('target')}, fingerprint {manifest.get('fingerprint')}) than "
-            f"{target.name} ({target.fingerprint()}); record the responses of this target."
+            f"{file} was recorded from another target ({manifest.get('target')}, fingerprint "
+            f"{manifest.get('fingerprint')}) than {target.name} ({target.fingerprint()}); record anew."
         )
     assert target.tokenizer is not None
     if manifest.get("template") != template_fingerprint(target.tokenizer, settings.template):
         raise InputError(
             f"{file} was recorded with another chat template, or with other options of it "
-            f"({manifest.get('template_options')}) than data.template {settings.template}; make them agree or record again."
+            f"({manifest.get('template_options')}) than data.template {settings.template}; make them agree, or record "
+            "again."
         )
 
 
@@ -199,7 +205,7 @@ def _dataset(documents: Sequence[Document]) -> Dataset:
     return Dataset.from_dict(dict(zip(FEATURES, map(list, columns), strict=True)), features=FEATURES)
 
 
-# ---- packing -----------------------------------------------------------------------------------------------------------
+# ---- packing ---------------------------------------------------------------------------------------------------------
 class PackedRows(torch.utils.data.Dataset):
     """Rows of several whole documents each; `rows[i]` are the columns of a row as tensors `[S]` (see `collate`)."""
 
@@ -222,15 +228,15 @@ class PackedRows(torch.utils.data.Dataset):
 
 
 def pack(dataset: Dataset, sequence_length: int, seed: int = 0) -> PackedRows:
-    """Packs whole documents into rows of at most `sequence_length` tokens, each into the fullest row that has room for it.
+    """Packs whole documents into rows of at most `sequence_length` tokens, each into the fullest row with room for it.
 
-    Longest documents first; ties and the order of the rows are drawn by `seed`. Raises InputError if a document does not fit.
+    Longest documents first; `seed` draws ties and the order of rows. Raises InputError if a document does not fit.
     """
     lengths = pc.list_value_length(dataset.with_format("arrow")[:]["input_ids"]).to_pylist()
     if lengths and max(lengths) > sequence_length:
         raise InputError(
-            f"a document of {max(lengths)} tokens does not fit a row of {sequence_length}; raise data.sequence_length or lower "
-            "data.max_length."
+            f"a document of {max(lengths)} tokens does not fit a row of {sequence_length}; raise data.sequence_length "
+            "or lower data.max_length."
         )
     generator = torch.Generator().manual_seed(seed)
     order = sorted(torch.randperm(len(lengths), generator=generator).tolist(), key=lambda i: -lengths[i])

@@ -26,7 +26,7 @@ def jsonl_files(path: Path) -> list[Path]:
 
 
 def read_jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (`FILE:LINE`, record); blank lines are skipped. Raises InputError naming the line that is no JSON object."""
+    """Yields (`FILE:LINE`, record) and skips blank lines. Raises InputError naming the line that is no JSON object."""
     try:
         with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):

@@ -1,7 +1,7 @@
 """Prompts: what targets are asked, for recording and for evaluation.
 
-A prompt file is JSONL (or .jsonl.gz, or a folder of them), one object a line: `prompt` (text) or `turns` (a list of user
-texts), and optionally `id`, `task`, `source`, `licence`. Evaluation prompts are never trained on.
+A prompt file is JSONL (or .jsonl.gz, or a folder of them), one object a line: `prompt` (text) or `turns` (a list of
+user texts), and optionally `id`, `task`, `source`, `licence`. Evaluation prompts are never trained on.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ class Prompt:
     licence: str = ""
 
 
-def load_prompts(paths: Paths, tasks: Sequence[str] | None = None, limit: int | None = None, seed: int = 0) -> list[Prompt]:
+def load_prompts(
+    paths: Paths, tasks: Sequence[str] | None = None, limit: int | None = None, seed: int = 0
+) -> list[Prompt]:
     """Reads prompts from files, folders or packaged suites, in file order.
 
-    tasks: only these. limit: at most so many, spread evenly over the tasks and drawn by `seed`. Without `id` a prompt is
-    called FILE:LINE, without `task` it belongs to FILE. Raises InputError, with file and line, for what cannot be used.
+    tasks: only these. limit: at most so many, spread evenly over the tasks and drawn by `seed`. Without `id` a prompt
+    is called FILE:LINE, without `task` it belongs to FILE. Raises InputError, with file and line, for what cannot be
+    used.
     """
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
@@ -66,11 +69,13 @@ def _prompt(where: str, record: dict[str, Any], file: Path) -> Prompt:
     if not all(turn.strip() for turn in turns):
         raise InputError(f"{where} has an empty prompt; remove the line or fill it in.")
     text = {key: str(record.get(key) or "") for key in ("id", "task", "source", "licence")}
-    return Prompt(text["id"] or f"{stem}:{where.rpartition(':')[2]}", text["task"] or stem, turns, text["source"], text["licence"])
+    return Prompt(
+        text["id"] or f"{stem}:{where.rpartition(':')[2]}", text["task"] or stem, turns, text["source"], text["licence"]
+    )
 
 
 def _balanced(prompts: list[Prompt], limit: int, seed: int) -> list[Prompt]:
-    """`limit` prompts, one task after the other in turn, each task's prompts in random order; the result in file order."""
+    """`limit` prompts, one of each task in turn, each task's in random order; the result in file order."""
     by_task: dict[str, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
         by_task[prompt.task].append(index)

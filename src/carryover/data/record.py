@@ -1,11 +1,12 @@
 """Recording: the target answers prompts, and its exact tokens become the data drafters learn from.
 
-A recording is a JSONL file that only ever grows, a batch at a time, and a manifest beside it that says which target, sampling
-and template produced it. Killed at any moment it goes on where it stopped: a torn last line is dropped, ids that are there
-are skipped, and a recording under another manifest is refused rather than mixed.
+A recording is a JSONL file that only ever grows, a batch at a time, and a manifest beside it that says which target,
+sampling and template produced it. Killed at any moment it goes on where it stopped: a torn last line is dropped, ids
+that are there are skipped, and a recording under another manifest is refused rather than mixed.
 
-A response depends on its prompt, the recording's seed and the prompt's id, not on its batch: each has its own random numbers.
-Features are not stored. At 30 KB per token they fill terabytes (SPEC 9.10), and draft-verify-draft needs the live target.
+A response depends on its prompt, the recording's seed and the prompt's id, not on its batch: each has its own random
+numbers. Features are not stored. At 30 KB per token they fill terabytes (SPEC 9.10), and draft-verify-draft needs the
+live target.
 
 Letters: `b` requests, `S` prompt tokens (padded), `V` vocabulary. Source: SPEC 2.4, 9.8.
 """
@@ -34,7 +35,7 @@ from .chat import Options, conversation, render_prompt, template_fingerprint
 from .jsonl import read_jsonl
 from .prompts import Prompt
 
-# (target, prompts, one seed per prompt, sampling, max_new_tokens) -> response ids, the end token included where there is one
+# (target, prompts, one seed per prompt, sampling, max_new_tokens) -> response ids, with their end token if they ended
 Respond = Callable[[Target, list[list[int]], list[int], Sampling, int], list[list[int]]]
 DESCRIPTIVE = ("target", "prompts")  # manifest entries that may differ when a recording is continued
 
@@ -71,9 +72,10 @@ def record(
 ) -> Recorded:
     """Appends the target's response to every prompt that `out` does not hold yet.
 
-    Each line is {id, task, source, licence, prompt, prompt_ids, response_ids, response, finish}; of a prompt with several
-    turns each is answered in sequence, as id#1, id#2 and so on. options: of the chat template. respond, engine: another way of
-    generating and its name. Raises InputError, before anything is written, if `out` was recorded under other conditions.
+    Each line is {id, task, source, licence, prompt, prompt_ids, response_ids, response, finish}; of a prompt with
+    several turns each is answered in sequence, as id#1, id#2 and so on. options: of the chat template. respond, engine:
+    another way of generating and its name. Raises InputError, before anything is written, if `out` was recorded under
+    other conditions.
     """
     out = Path(out)
     assert target.tokenizer is not None
@@ -114,8 +116,8 @@ def respond_batch(
 ) -> list[list[int]]:
     """Responses of a batch of prompts, decoded together. A finished request leaves the batch at once.
 
-    Prompts are padded on the right and the padding is hidden by the masks of `rows.py`, so each request sees exactly what it
-    would see alone, at its own positions, in every family of targets.
+    Prompts are padded on the right and the padding is hidden by the masks of `rows.py`, so each request sees exactly
+    what it would see alone, at its own positions, in every family of targets.
     """
     device, b = target.device, len(prompts)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -123,7 +125,7 @@ def respond_batch(
     real = columns < lengths[:, None]
     tokens = torch.zeros_like(columns, dtype=torch.long)
     tokens[real] = torch.tensor([i for p in prompts for i in p], device=device)
-    positions = torch.minimum(columns, lengths[:, None] - 1)  # padding looks at the last token: no query row may see nothing
+    positions = torch.minimum(columns, lengths[:, None] - 1)  # padding looks at the last token, so no row sees nothing
     queries = context_rows(positions, torch.zeros_like(positions))
     keys = context_rows(positions, torch.where(real, 0, -1))
 
@@ -148,7 +150,8 @@ def respond_batch(
             keys, lengths, chosen = Rows(*(field[left] for field in keys)), lengths[left], chosen[left]
         new = context_rows(lengths[:, None], torch.zeros_like(lengths[:, None]))
         keys, lengths = concat(keys, new), lengths + 1
-        state = target.forward(chosen[:, None], cache, positions=new.position, masks=target.masks(new, keys)).hidden[:, 0]
+        out = target.forward(chosen[:, None], cache, positions=new.position, masks=target.masks(new, keys))
+        state = out.hidden[:, 0]
 
 
 def _choose(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
@@ -158,7 +161,7 @@ def _choose(logits: Tensor, sampling: Sampling, generators: list[torch.Generator
     return torch.cat([sampling.choose(row[None], g) for row, g in zip(logits, generators, strict=True)])
 
 
-# ---- what is to be recorded --------------------------------------------------------------------------------------------
+# ---- what is to be recorded ------------------------------------------------------------------------------------------
 def _requests(
     target: Target, prompts: Sequence[Prompt], turn: int, answers: dict[str, str], options: Options | None
 ) -> tuple[list[Request], int]:
@@ -207,7 +210,7 @@ def _seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big") >> 1
 
 
-# ---- the file and its manifest -----------------------------------------------------------------------------------------
+# ---- the file and its manifest ---------------------------------------------------------------------------------------
 def manifest_path(recording: Path) -> Path:
     return recording.with_name(recording.name.removesuffix(".gz") + ".manifest.json")
 
@@ -220,7 +223,9 @@ def read_manifest(recording: Path) -> dict[str, Any] | None:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(f"the manifest {path} is not valid JSON; restore it, or record again under another name.") from error
+        raise InputError(
+            f"the manifest {path} is not valid JSON; restore it, or record again under another name."
+        ) from error
     if not isinstance(manifest, dict):
         raise InputError(f"the manifest {path} must be a JSON object.")
     return manifest
@@ -243,7 +248,8 @@ def _open_recording(out: Path, manifest: dict[str, Any]) -> dict[str, str]:
     for key in manifest.keys() - set(DESCRIPTIVE):
         if before.get(key) != manifest[key]:
             raise InputError(
-                f"{out} was recorded with {key} {before.get(key)!r}, not {manifest[key]!r}; name another --out, nothing was changed."
+                f"{out} was recorded with {key} {before.get(key)!r}, not {manifest[key]!r}; name another --out "
+                "(nothing was changed)."
             )
     if not out.exists():
         return {}
