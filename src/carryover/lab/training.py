@@ -1,0 +1,238 @@
+"""Trains the lab target: a small Llama on fresh samples of the lab language, from nothing to the packaged weights.
+
+Every batch is a function of (seed, step), so a run that is killed resumes to the same weights. Letters: `b` rows of a
+batch, `S` tokens of a row, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from . import language
+from .tokenizer import ASSISTANT, END, PAD, USER, build_tokenizer
+
+CHECKPOINT = "checkpoint.pt"
+
+
+@dataclass(frozen=True)
+class LabRecipe:
+    """All constants of the lab target. The defaults are the packaged target's."""
+
+    seed: int = 0
+    steps: int = 6000
+    # model
+    hidden_size: int = 128
+    num_layers: int = 5
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int = 32
+    intermediate_size: int = 384
+    rope_theta: float = 10000.0
+    # data
+    rows: int = 16  # b
+    length: int = 192  # S
+    two_turns: float = 0.1  # share of examples that continue the conversation before them
+    curriculum: tuple[float, ...] = (0.06, 0.18)  # shares of the steps at which level 1 and level 2 begin
+    prompt_loss: float = 0.05  # weight of a prompt token, a response token has 1
+    # optimisation
+    matrix_lr: float = 5e-3  # Muon, on the matrices of the layers
+    other_lr: float = 5e-3  # AdamW, on embedding and norms
+    weight_decay: float = 0.01
+    warmup: int = 100
+    decay: float = 0.7  # share of the steps in which the learning rate falls linearly to zero
+    checkpoint_every: int = 500
+
+
+class Batch(NamedTuple):
+    """tokens, targets, weights (of the targets), positions: `[b, S]`; mask: `[b, 1, S, S]`, True where attended."""
+
+    tokens: Tensor
+    targets: Tensor
+    weights: Tensor
+    positions: Tensor
+    mask: Tensor
+
+
+def level_at(recipe: LabRecipe, step: int) -> int:
+    """The curriculum's level at a step."""
+    return sum(step >= share * recipe.steps for share in recipe.curriculum)
+
+
+class Words:
+    """Token ids of texts of the lab language, without the overhead of a tokenizer call."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.ids = tokenizer.get_vocab()
+
+    def turn(self, example: language.Example) -> tuple[list[int], int]:
+        """Ids of one turn, and how many of them come before the response."""
+        prompt = [self.ids[x] for x in (USER, *example.prompt.split(), END, ASSISTANT)]
+        return prompt + [self.ids[x] for x in (*example.response.split(), END)], len(prompt)
+
+
+def make_batch(recipe: LabRecipe, step: int, words: Words) -> Batch:
+    """Conversations of the training split packed first-fit into rows; no conversation sees another."""
+    rng = random.Random(f"{recipe.seed}-{step}")
+    b, S = recipe.rows, recipe.length
+    tokens = torch.full((b, S + 1), words.ids[PAD])
+    weights, positions, document = (
+        torch.zeros(b, S + 1),
+        torch.zeros(b, S + 1, dtype=torch.long),
+        torch.full((b, S + 1), -1),
+    )
+    filled = [0] * b
+    tasks = list(language.TASKS) * (-(-b * S // (60 * len(language.TASKS))))
+    rng.shuffle(tasks)
+    for number, task in enumerate(tasks):
+        ids, prompt = words.turn(language.sample_split("train", task, rng, level_at(recipe, step)))
+        joins = rng.random() < recipe.two_turns
+        row = next((r for r in range(b) if filled[r] + len(ids) <= S + 1), None)
+        if row is None:
+            continue
+        start, stop = filled[row], filled[row] + len(ids)
+        joins = joins and start > 0 and int(positions[row, start - 1]) < 128
+        tokens[row, start:stop] = torch.tensor(ids)
+        weights[row, start:stop] = recipe.prompt_loss
+        weights[row, start + prompt : stop] = 1
+        weights[row, start] = 0  # nothing before it says which task comes
+        first = int(positions[row, start - 1]) + 1 if joins else 0
+        positions[row, start:stop] = torch.arange(first, first + len(ids))
+        document[row, start:stop] = document[row, start - 1] if joins else number
+        filled[row] = stop
+    same = document[:, None, :-1, None] == document[:, None, None, :-1]
+    return Batch(tokens[:, :-1], tokens[:, 1:], weights[:, 1:], positions[:, :-1], same.tril())
+
+
+def build_model(recipe: LabRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A Llama with fresh weights of the recipe's seed."""
+    torch.manual_seed(recipe.seed)
+    config = LlamaConfig(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=recipe.hidden_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        head_dim=recipe.head_dim,
+        intermediate_size=recipe.intermediate_size,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model
+
+
+def build_optimizers(recipe: LabRecipe, model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the rest."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n]
+    others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "layers." in n)]
+    return [
+        torch.optim.Muon(
+            matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def lr_factor(recipe: LabRecipe, step: int) -> float:
+    """Linear warmup, constant, linear to zero."""
+    left = (recipe.steps - step) / max(1.0, recipe.decay * recipe.steps)
+    return min(1.0, (step + 1) / recipe.warmup, left)
+
+
+def batch_loss(recipe: LabRecipe, decoder: Callable[..., Any], head: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The training loss, and the mean loss of response tokens in nats; logits only where a token has weight."""
+    out = decoder(batch.tokens, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False)
+    chosen = batch.weights > (0 if recipe.prompt_loss else 0.5)
+    weights = batch.weights[chosen]
+    losses = nn.functional.cross_entropy(head(out.last_hidden_state[chosen]), batch.targets[chosen], reduction="none")
+    response = weights == 1
+    # A constant divisor: tokens, not batches, count alike.
+    return (losses * weights).sum() / (0.55 * batch.tokens.numel()), losses[response].mean().detach()
+
+
+def train_lab(
+    out: Path,
+    recipe: LabRecipe | None = None,
+    resume: bool = True,
+    compile: bool = False,
+    stop_at: int | None = None,
+    say: Callable[[str], None] = print,
+) -> LlamaForCausalLM:
+    """Trains the lab target and writes it to `out` as a Hugging Face model folder with the measured `card.json`.
+
+    resume: continue from `out/checkpoint.pt` when it is there. compile: torch.compile (1.4 times faster, needs a C++
+    compiler). stop_at: leave after this many steps, as if killed. Raises InputError when the checkpoint is of another
+    recipe.
+    """
+    from .measure import save_target
+
+    recipe = recipe or LabRecipe()
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer()
+    words, model = Words(tokenizer), build_model(recipe, tokenizer)
+    optimizers = build_optimizers(recipe, model)
+    first, spent = _resume(out / CHECKPOINT, recipe, model, optimizers) if resume else (0, 0.0)
+    decoder = torch.compile(model.model, dynamic=False) if compile else model.model
+    began, recent = time.monotonic() - spent, []
+    for step in range(first, recipe.steps):
+        if step == stop_at:
+            return model
+        loss, response = batch_loss(recipe, decoder, model.lm_head, make_batch(recipe, step, words))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, lr in zip(optimizers, (recipe.matrix_lr, recipe.other_lr), strict=True):
+            optimizer.param_groups[0]["lr"] = lr * lr_factor(recipe, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        recent.append(float(response))
+        done = step + 1
+        if done % 50 == 0:
+            say(
+                f"step {done}/{recipe.steps} level {level_at(recipe, step)} loss {sum(recent) / len(recent):.4f} "
+                f"{time.monotonic() - began:.0f} s"
+            )
+            recent.clear()
+        if done % recipe.checkpoint_every == 0 or done == recipe.steps:
+            _checkpoint(out / CHECKPOINT, recipe, model, optimizers, done, time.monotonic() - began)
+    save_target(out, recipe, model, tokenizer, seconds=time.monotonic() - began, say=say)
+    return model
+
+
+def _checkpoint(
+    path: Path, recipe: LabRecipe, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int, seconds: float
+) -> None:
+    """Written beside and renamed, so that a kill never leaves half a file."""
+    state = {"recipe": asdict(recipe), "step": step, "seconds": seconds, "model": model.state_dict()}
+    torch.save(state | {"optimizers": [o.state_dict() for o in optimizers]}, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+def _resume(
+    path: Path, recipe: LabRecipe, model: nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> tuple[int, float]:
+    """Loads a checkpoint; returns its step and the seconds spent so far, (0, 0) when there is none."""
+    from ..errors import InputError
+
+    if not path.exists():
+        return 0, 0.0
+    state = torch.load(path, weights_only=True)
+    if state["recipe"] != asdict(recipe):
+        raise InputError(f"{path} belongs to another recipe; choose another folder or delete the file.")
+    model.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    return state["step"], state["seconds"]
