@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
 
 from ..errors import InputError
 from ..layer_ids import LayerIds
@@ -18,6 +19,13 @@ Carry = Literal["none", "plain", "embedding", "projector"]
 CarrySite = Literal["pre_norm", "post_norm"]
 Projector = Literal["fc_copy", "bottleneck"]
 
+# Keys that transformers writes or passes besides the fields; anything else is a mistake or another version's setting.
+FRAMEWORK_KEYS = {"model_type", "auto_map", "_name_or_path", "name_or_path", "torch_dtype", "output_attentions",
+                  "attn_implementation", "experts_implementation", "_commit_hash"}  # fmt: skip
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # those whose angles depend on nothing but the position
+COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads", "head_dim", "block_size", "max_position_embeddings", "target_hidden_size")  # fmt: skip
+
 
 class DrafterConfig(PretrainedConfig):
     """A block drafter: a Qwen3-shaped backbone over fused target features, an optional Markov head, a carry interface.
@@ -25,7 +33,9 @@ class DrafterConfig(PretrainedConfig):
     slots: which proposal slot k of the query block makes (SPEC 1.3). `fill_in`: slot k >= 1 predicts position
         anchor + k, slot 0 (the anchor's own) predicts nothing, so P = B - 1. `next_token`: slot k predicts
         anchor + k + 1, so P = B.
-    target_layer_ids: captured target layers, z-lab numbering (see `LayerIds`).
+    rope_parameters: in the form of transformers 5 (`rope_type`, `rope_theta`, ...); the whole head is rotated (SPEC 1.4).
+    target_layer_ids: captured target layers, z-lab numbering (see `LayerIds`). num_target_layers: of how many; 0 where the
+        checkpoint's format does not say (speculators), and then only `formats.check_fits` can tell whether they exist.
     mask_token_id: the input of every slot but the first; an existing row of the target's embedding.
     markov_rank: 0 for DFlash (slots independent given the context), else the rank of the first-order head (SPEC 3.1).
     carry: how rejected rows enter the context. `none`: never; `plain`: as they are; `embedding`: marked by one learned
@@ -37,6 +47,7 @@ class DrafterConfig(PretrainedConfig):
     """
 
     model_type = "carryover_drafter"
+    default_theta = 1e6
 
     vocab_size: int = 0
     hidden_size: int = 0
@@ -76,6 +87,9 @@ class DrafterConfig(PretrainedConfig):
     carry_projector: str = "fc_copy"
 
     def __post_init__(self, **kwargs: Any) -> None:
+        unknown = sorted(set(kwargs) - FRAMEWORK_KEYS)
+        if unknown:
+            raise InputError(f"drafter config: unknown key {unknown[0]!r}; it would be ignored, so remove or rename it.")
         self.layer_types = list(self.layer_types or ["full_attention"] * self.num_hidden_layers)
         self.rope_parameters = dict(self.rope_parameters or {"rope_type": "default", "rope_theta": 1e6})
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
@@ -87,10 +101,10 @@ class DrafterConfig(PretrainedConfig):
 
         Not run on construction: transformers builds empty configurations to compare defaults.
         """
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                      "num_key_value_heads", "head_dim", "block_size", "num_target_layers"):  # fmt: skip
-            if getattr(self, field) < 1:
-                raise InputError(f"drafter config: {field} must be at least 1, got {getattr(self, field)}.")
+        for field, least in (*((f, 1) for f in COUNTS), ("num_target_layers", 0), ("markov_rank", 0), ("mask_token_id", 0)):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError(f"drafter config: {field} must be a whole number of at least {least}, got {value!r}.")
         for field, choices in (("slots", Slots), ("markov_kind", MarkovKind), ("carry", Carry),
                                ("carry_site", CarrySite), ("carry_projector", Projector)):  # fmt: skip
             if getattr(self, field) not in get_args(choices):
@@ -103,21 +117,33 @@ class DrafterConfig(PretrainedConfig):
             raise InputError(
                 f"drafter config: {self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key/value heads."
             )
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        if self.head_dim % 2:
+            raise InputError(f"drafter config: head_dim must be even, because RoPE rotates pairs, got {self.head_dim}.")
+        if self.hidden_act not in ACT2FN:
+            raise InputError(f"drafter config: hidden_act {self.hidden_act!r} is no activation that transformers knows.")
+        if self.mask_token_id >= self.vocab_size:
             raise InputError(
                 f"drafter config: mask_token_id {self.mask_token_id} is no row of the target's embedding (0 to {self.vocab_size - 1})."
             )
+        rope = self.rope_parameters or {}
+        if rope.get("rope_type") not in ROPE_TYPES or "rope_theta" not in rope:
+            raise InputError(
+                f"drafter config: rope_parameters must give rope_theta and a rope_type out of {', '.join(ROPE_TYPES)}, got {rope}."
+            )
+        if rope.get("partial_rotary_factor", 1.0) != 1.0 or "mrope_section" in rope:
+            raise InputError("drafter config: partial or multi-axis rotary embeddings are not supported; heads rotate whole.")
         unknown = set(self.layer_types or ()) - {"full_attention", "sliding_attention"}
         if unknown or len(self.layer_types or ()) != self.num_hidden_layers:
             raise InputError(
                 f"drafter config: layer_types must name full_attention or sliding_attention for each of "
                 f"{self.num_hidden_layers} layers, got {self.layer_types}."
             )
-        if "sliding_attention" in (self.layer_types or ()) and not self.sliding_window:
+        if "sliding_attention" in (self.layer_types or ()) and (self.sliding_window or 0) < 1:
             raise InputError("drafter config: layer_types names sliding_attention, so sliding_window must be set.")
         if self.confidence and self.confidence_with_markov and not self.markov_rank:
             raise InputError("drafter config: confidence_with_markov needs a Markov head (markov_rank above 0).")
-        self.layer_ids.checked(self.num_target_layers)
+        if self.num_target_layers:
+            self.layer_ids.checked(self.num_target_layers)
         return self
 
     @property

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from ..errors import InputError
 from ..rows import DrafterRule, Rows, dense, flex
-from .backbone import DraftLayer, KeyValues, Mask, RowKeyValues
+from .backbone import DraftLayer, DraftRotaryEmbedding, KeyValues, Mask, RowKeyValues
 from .config import DrafterConfig
 from .context import CarryMark
 from .heads import Choose, ConfidenceHead, MarkovHead
@@ -51,7 +51,7 @@ class Drafter(PreTrainedModel):
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary = Qwen3RotaryEmbedding(config)  # type: ignore[arg-type]  # reads rope_parameters and head_dim only
+        self.rotary = DraftRotaryEmbedding(config)  # type: ignore[arg-type]  # reads rope_parameters and head_dim only
         if config.markov_rank:
             self.markov_head = MarkovHead(config)
         if config.confidence:
@@ -151,9 +151,32 @@ class Drafter(PreTrainedModel):
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
     @classmethod
+    def from_tensors(cls, config: DrafterConfig, tensors: dict[str, Tensor]) -> Drafter:
+        """A drafter made of exactly these tensors, in their dtype and in evaluation mode.
+
+        Raises InputError naming a tensor that is missing, not understood, misshapen or not in floating point.
+        """
+        with torch.device("meta"):
+            drafter = cls(config)
+        wanted = drafter.state_dict()
+        for name in sorted(wanted.keys() - tensors.keys()):
+            raise InputError(f"the drafter checkpoint lacks the tensor {name!r}, which its config calls for.")
+        for name in sorted(tensors.keys() - wanted.keys()):
+            raise InputError(f"the drafter checkpoint holds the tensor {name!r}, which its config does not explain.")
+        for name, tensor in tensors.items():
+            if tensor.shape != wanted[name].shape:
+                found, expected = list(tensor.shape), list(wanted[name].shape)
+                raise InputError(f"the drafter's tensor {name!r} has shape {found}, but its config calls for {expected}.")
+            if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise InputError(f"the drafter's tensor {name!r} is stored as {tensor.dtype}; convert it to bfloat16 or float32.")
+        drafter.load_state_dict(tensors, assign=True)
+        drafter.rotary = DraftRotaryEmbedding(config)  # type: ignore[arg-type]  # its buffers are computed, not stored
+        return drafter.eval()
+
+    @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Drafter:  # type: ignore[override]
         """Loads a checkpoint of this project's own format; a missing, extra or misshapen tensor is an error, not a warning."""
-        kwargs["output_loading_info"] = True
+        kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)  # not to ignore them, but to name them here
         drafter, info = super().from_pretrained(*args, **kwargs)
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[problem]:
