@@ -17,7 +17,7 @@ from carryover.lab.training import LabRecipe, Words, level_at, make_batch, train
 
 TINY = LabRecipe(
     steps=6, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32, rows=2,
-    length=96, warmup=2, checkpoint_every=3, curriculum=(0.3, 0.6),
+    length=96, warmup=2, checkpoint_every=3, curriculum=(2, 4), decay=3,
 )  # fmt: skip
 
 

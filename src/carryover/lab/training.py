@@ -28,27 +28,28 @@ class LabRecipe:
     """All constants of the lab target. The defaults are the packaged target's."""
 
     seed: int = 0
-    steps: int = 6000
+    steps: int = 5000
     # model
     hidden_size: int = 128
-    num_layers: int = 5
+    num_layers: int = 4
     num_heads: int = 8
     num_kv_heads: int = 4
     head_dim: int = 32
     intermediate_size: int = 384
     rope_theta: float = 10000.0
     # data
-    rows: int = 16  # b
+    rows: int = 12  # b
     length: int = 192  # S
     two_turns: float = 0.1  # share of examples that continue the conversation before them
-    curriculum: tuple[float, ...] = (0.06, 0.18)  # shares of the steps at which level 1 and level 2 begin
+    curriculum: tuple[int, ...] = (120, 320)  # steps at which level 1 and level 2 begin
+    twice: tuple[str, ...] = ("translation",)  # tasks drawn twice as often: the largest dictionary, the shortest text
     prompt_loss: float = 0.05  # weight of a prompt token, a response token has 1
     # optimisation
     matrix_lr: float = 5e-3  # Muon, on the matrices of the layers
     other_lr: float = 5e-3  # AdamW, on embedding and norms
     weight_decay: float = 0.01
     warmup: int = 100
-    decay: float = 0.7  # share of the steps in which the learning rate falls linearly to zero
+    decay: int = 2000  # last steps, in which the learning rate falls linearly to zero
     checkpoint_every: int = 500
 
 
@@ -64,7 +65,7 @@ class Batch(NamedTuple):
 
 def level_at(recipe: LabRecipe, step: int) -> int:
     """The curriculum's level at a step."""
-    return sum(step >= share * recipe.steps for share in recipe.curriculum)
+    return sum(step >= begin for begin in recipe.curriculum)
 
 
 class Words:
@@ -90,10 +91,7 @@ def make_batch(recipe: LabRecipe, step: int, words: Words) -> Batch:
         torch.full((b, S + 1), -1),
     )
     filled = [0] * b
-    tasks = list(language.TASKS) * (-(-b * S // (60 * len(language.TASKS))))
-    rng.shuffle(tasks)
-    for number, task in enumerate(tasks):
-        ids, prompt = words.turn(language.sample_split("train", task, rng, level_at(recipe, step)))
+    for number, (ids, prompt) in enumerate(_turns(recipe, step, words, rng)):
         joins = rng.random() < recipe.two_turns
         row = next((r for r in range(b) if filled[r] + len(ids) <= S + 1), None)
         if row is None:
@@ -110,6 +108,18 @@ def make_batch(recipe: LabRecipe, step: int, words: Words) -> Batch:
         filled[row] = stop
     same = document[:, None, :-1, None] == document[:, None, None, :-1]
     return Batch(tokens[:, :-1], tokens[:, 1:], weights[:, 1:], positions[:, :-1], same.tril())
+
+
+def _turns(recipe: LabRecipe, step: int, words: Words, rng: random.Random) -> list[tuple[list[int], int]]:
+    """Turns that about fill a batch, the tasks in their shares, longest first because those are the hardest to place."""
+    turns: list[tuple[list[int], int]] = []
+    tasks: list[str] = []
+    while sum(len(ids) for ids, _ in turns) < recipe.rows * recipe.length:
+        if not tasks:
+            tasks = [*language.TASKS, *recipe.twice]
+            rng.shuffle(tasks)
+        turns.append(words.turn(language.sample_split("train", tasks.pop(), rng, level_at(recipe, step))))
+    return sorted(turns, key=lambda turn: -len(turn[0]))
 
 
 def build_model(recipe: LabRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -149,8 +159,7 @@ def build_optimizers(recipe: LabRecipe, model: LlamaForCausalLM) -> list[torch.o
 
 def lr_factor(recipe: LabRecipe, step: int) -> float:
     """Linear warmup, constant, linear to zero."""
-    left = (recipe.steps - step) / max(1.0, recipe.decay * recipe.steps)
-    return min(1.0, (step + 1) / recipe.warmup, left)
+    return min(1.0, (step + 1) / recipe.warmup, (recipe.steps - step) / recipe.decay)
 
 
 def batch_loss(recipe: LabRecipe, decoder: Callable[..., Any], head: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
