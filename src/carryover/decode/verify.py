@@ -45,7 +45,8 @@ def verify(
     """Applies the rule that fits how the proposals were made.
 
     proposals: `[b, P]`, P may be 0. logits: the target's, `[b, P+1, V]`; row 0 is the anchor's and judges proposal 1,
-    the last row gives the bonus. draft_probabilities: `[b, P, V]`, the fp32 distributions they were drawn from, after all corrections and processors (`Chooser` records them); None if they were chosen by argmax.
+    the last row gives the bonus. draft_probabilities: `[b, P, V]`, the fp32 distributions that the proposals were drawn
+    from, after all corrections and processors (`Chooser` records them); None if they were chosen by argmax.
     """
     if sampling.greedy or draft_probabilities is None:
         return sample_and_match(proposals, sampling.choose(logits, generator))
