@@ -74,7 +74,7 @@ DtypeOption = Annotated[
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")]
 PromptsOption = Annotated[
     list[str],
-    typer.Option("--prompts", help="JSONL file, folder of them, or a suite (lab-train, lab-eval, ...); repeatable."),
+    typer.Option("--prompts", help="JSONL file, folder of them, or a packaged suite; repeatable."),
 ]
 TaskOption = Annotated[list[str] | None, typer.Option("--task", help="Only prompts of this task; repeatable.")]
 LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="At most so many, spread over the tasks.")]
@@ -110,15 +110,22 @@ def demo(
 
 @app.command()
 def lab(
-    out: Annotated[Path, typer.Option(help="Folder for the model and the training checkpoint.")] = Path("runs/lab"),
+    out: Annotated[Path, typer.Option(help="Folder for prompts, model and training checkpoint.")] = Path("runs/lab"),
+    prompts_only: Annotated[bool, typer.Option("--prompts-only", help="The packaged target `lab` is enough.")] = False,
+    train_prompts: Annotated[int, typer.Option(min=1)] = 4000,
+    eval_prompts: Annotated[int, typer.Option(min=1)] = 400,
     threads: ThreadsOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """Generate the lab language and train the lab target, reproducibly; goes on where it was interrupted."""
+    """Write prompts of the lab language and train the lab target, reproducibly; goes on where it was interrupted."""
+    from .lab import write_prompts
     from .lab.training import train_lab
 
-    train_lab(out)
-    typer.echo(f"the lab target is in {out}")
+    for path in write_prompts(out, train_prompts, eval_prompts):
+        typer.echo(f"prompts: {path}")
+    if not prompts_only:
+        train_lab(out)
+        typer.echo(f"the lab target: {out}")
 
 
 # ---- data and training ---------------------------------------------------------------------------------------------
@@ -144,13 +151,13 @@ def record(
     debug: DebugOption = False,
 ) -> None:
     """Let the target answer prompts; its exact tokens are what drafters learn from. Resumable."""
+    from .data.prompts import load_prompts
     from .data.record import record as record_responses
     from .decode.sampling import Sampling
-    from .lab.suites import load_suites
 
     _quiet()
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    asked = load_suites(prompts, task, limit, seed)
+    asked = load_prompts(prompts, task, limit, seed)
     loaded = _target(target, dtype, device)
     options = _template(template)
     done = record_responses(loaded, asked, out, sampling, max_new_tokens, seed, batch_size, options, engine=engine)
@@ -204,15 +211,15 @@ def evaluate(
     debug: DebugOption = False,
 ) -> None:
     """Decode prompts plainly and with every drafter, interleaved: acceptance, speed, identity. Resumable."""
+    from .data.prompts import load_prompts
     from .decode.sampling import Sampling
     from .evaluate.run import Plan
     from .evaluate.run import evaluate as run_evaluation
-    from .lab.suites import load_suites
 
     _quiet()
     sampling = Sampling(temperature, top_k, top_p, min_p)
     plan = Plan(max_new_tokens, sampling, draft_sampling, seed, carry_off, _template(template))
-    asked = load_suites(prompts, task, limit, seed)
+    asked = load_prompts(prompts, task, limit, seed)
     loaded = _target(target, dtype, device)
     drafters = {path: _drafter(path, loaded) for path in drafter or []}
     results = run_evaluation(loaded, drafters, asked, out, plan, progress=not as_json)
