@@ -80,12 +80,15 @@ def slow_block(
 ) -> Tensor:
     """One block of one anchor, row by row and head by head.
 
-    features `[S, M*Dt]` at `positions`; only those before the anchor are seen. embeds `[B, D]` at anchor, anchor + 1, ...;
-    carry_rows `[R, D]`, fused already, seen by every slot. Returns `[B, D]`.
+    features `[S, M*Dt]` at `positions`; only those before the anchor are seen. embeds `[B, D]` at anchor, anchor + 1,
+    ...; carry_rows `[R, D]`, fused already, seen by every slot. Returns `[B, D]`.
     """
     c, w = drafter.config, drafter.state_dict()
     theta, eps, groups = c.rope_parameters["rope_theta"], c.rms_norm_eps, c.num_attention_heads // c.num_key_value_heads
-    fused = [(p, rms_norm(w["fc.weight"] @ h, w["hidden_norm.weight"], eps)) for p, h in zip(positions, features, strict=True)]
+    fused = [
+        (p, rms_norm(w["fc.weight"] @ h, w["hidden_norm.weight"], eps))
+        for p, h in zip(positions, features, strict=True)
+    ]
     fused = [(p, row) for p, row in fused if p < anchor]
     carried = [] if carry_rows is None else list(zip(carry_positions or [], carry_rows, strict=True))
     x = embeds.clone()

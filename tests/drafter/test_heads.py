@@ -1,4 +1,5 @@
-"""The Markov heads against their formulas, token by token; the walk with forced tokens equals the teacher-forced logits."""
+"""The Markov heads against their formulas, token by token; the walk with forced tokens equals the teacher-forced
+logits."""
 
 from __future__ import annotations
 
@@ -87,6 +88,10 @@ def test_confidence_reads_the_row_and_the_token_before(with_markov):
     hidden, previous = noise(1, 5, 32), torch.tensor([[3, 9, 9, 0, 95]])
     weight, bias = drafter.confidence_head.proj.weight[0], drafter.confidence_head.proj.bias[0]
     for i, logit in enumerate(drafter.confidence_logits(hidden, previous)[0]):
-        x = torch.cat((hidden[0, i], drafter.markov_head.markov_w1.weight[previous[0, i]])) if with_markov else hidden[0, i]
+        x = (
+            torch.cat((hidden[0, i], drafter.markov_head.markov_w1.weight[previous[0, i]]))
+            if with_markov
+            else hidden[0, i]
+        )
         torch.testing.assert_close(logit, weight @ x + bias, atol=1e-5, rtol=1e-5)
     assert ConfidenceHead(config(markov_rank=6, confidence_with_markov=with_markov)).proj.in_features == len(weight)

@@ -24,7 +24,8 @@ ACCEPTED = [0, 3, 4, 1]  # of the round before; 4 of 4 leaves no carry
 
 
 def train_inputs(drafter: Drafter, carry: bool, seed: int = 0) -> dict:
-    """All anchors in one packed row of one document, as training lays them out. Carry rows come from the round before."""
+    """All anchors in one packed row of one document, as training lays them out. Carry rows come from the round
+    before."""
     anchors = torch.tensor([ANCHORS])
     document, accepted = torch.zeros_like(anchors), torch.tensor([ACCEPTED])
     context = torch.arange(S)[None]
@@ -53,7 +54,9 @@ def single_anchor(drafter: Drafter, inputs: dict, i: int, carry: bool) -> torch.
     if carry and n < P:
         mine = inputs["carry_features"][:, i * P + n : (i + 1) * P]
         rows = torch.cat((rows, drafter.carried(mine)), dim=1)
-        at = torch.cat((at, torch.arange(anchor, anchor + P - n)[None]), dim=1)  # the first carried row sits on the anchor
+        at = torch.cat(
+            (at, torch.arange(anchor, anchor + P - n)[None]), dim=1
+        )  # the first carried row sits on the anchor
     block = inputs["block"][:, i * B : (i + 1) * B]
     return drafter.block(block, torch.arange(anchor, anchor + B)[None], RowKeyValues(drafter.key_values(rows, at)))
 
@@ -123,7 +126,10 @@ def test_flex_attention_equals_dense(layers):
     inputs = train_inputs(drafter, carry=True)
     anchors = torch.tensor([ANCHORS])
     document, accepted = torch.zeros_like(anchors), torch.tensor([ACCEPTED])
-    block, context = block_rows(anchors, document, B), context_rows(inputs["positions"], torch.zeros(1, S, dtype=torch.long))
+    block, context = (
+        block_rows(anchors, document, B),
+        context_rows(inputs["positions"], torch.zeros(1, S, dtype=torch.long)),
+    )
     keys = concat(context, carry_rows(anchors - accepted - 1, document, accepted, P), block)
     flexed = drafter(**{**inputs, "masks": drafter.masks(block, keys, use_flex=True)})
     torch.testing.assert_close(flexed, drafter(**inputs), atol=1e-5, rtol=1e-5)

@@ -3,15 +3,15 @@
 Context rows are fused features and go straight into `k_proj`/`v_proj` of every layer (no `input_layernorm`, never
 updated); block rows are normed first. Keys of all rows get the layer's `k_norm` and RoPE at the row's own position.
 
-Letters: `b` batch, `B` block rows (of all anchors), `K` key rows, `H` heads, `G` key/value heads, `hd` head size, `D` hidden.
-Source: SPEC 1.1.
+Letters: `b` batch, `B` block rows (of all anchors), `K` key rows, `H` heads, `G` key/value heads, `hd` head size,
+`D` hidden. Source: SPEC 1.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,15 @@ Mask = Tensor | BlockMask | None
 
 
 class KeyValues(Protocol):
-    """Where the keys and values of rows that precede the block live (training: plain tensors; decoding: a preallocated cache)."""
+    """Where the keys and values of rows before the block live: plain tensors in training, a cache in decoding."""
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Puts the block's `[b, G, B, hd]` keys and values behind the stored rows; returns all of them, `[b, G, K, hd]`."""
+        """Puts the block's keys and values `[b, G, B, hd]` behind the stored ones; returns all, `[b, G, K, hd]`."""
         ...
 
 
 class RowKeyValues:
-    """Key/values of context and carry rows for one forward, with gradient. `rows[layer]` is a pair of `[b, G, K, hd]`."""
+    """Keys and values of context and carry rows for one forward, with gradient: a pair `[b, G, K, hd]` per layer."""
 
     def __init__(self, rows: list[tuple[Tensor, Tensor]]) -> None:
         self.rows = rows
@@ -50,21 +50,22 @@ class RowKeyValues:
 
 
 @cache
-def _fused_flex_attention() -> Callable[..., Tensor]:
-    """flex_attention as one kernel. Without `torch.compile` it stores all scores, and on a CPU it has no backward, so CPUs
-    train with dense masks. Not run by the tests of this project, which need no GPU; they run the unfused forward."""
+def _fused_flex_attention() -> Callable[..., Any]:
+    """flex_attention as one kernel. Without `torch.compile` it stores all scores, and on a CPU it has no backward, so
+    CPUs train with dense masks. Not run by the tests of this project, which need no GPU; they run the unfused
+    forward."""
     return torch.compile(flex_attention)
 
 
 class DraftRotaryEmbedding(Qwen3RotaryEmbedding):
-    """RoPE angles of any rows by position. The frequencies stay in single precision when the drafter is cast: in bf16 they
-    are off by up to 0.2 %, which turns position 1,000 into position 1,002."""
+    """RoPE angles of any rows by position. The frequencies stay in single precision when the drafter is cast: in bf16
+    they are off by up to 0.2 %, which turns position 1,000 into position 1,002."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DraftRotaryEmbedding:
-        exact = self.inv_freq
+        exact: Tensor = self.inv_freq
         super()._apply(fn, recurse)
         if not exact.is_meta:
-            self.inv_freq = exact.to(self.inv_freq.device)
+            self.register_buffer("inv_freq", exact.to(self.inv_freq.device), persistent=False)
         return self
 
 
@@ -95,7 +96,7 @@ class Attention(nn.Module):
         keys, values = kv.extend(layer, *self.key_values(block, rope))
         gqa = queries.shape[1] != keys.shape[1]
         if isinstance(mask, BlockMask):
-            attend = _fused_flex_attention() if queries.is_cuda else flex_attention
+            attend: Any = _fused_flex_attention() if queries.is_cuda else flex_attention
             out = attend(queries, keys, values, block_mask=mask, enable_gqa=gqa)
         else:
             out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=gqa)

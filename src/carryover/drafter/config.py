@@ -1,4 +1,4 @@
-"""Everything that defines a drafter's function, stored in its checkpoint; nothing is left to a silent default elsewhere.
+"""Everything that defines a drafter's function, stored in its checkpoint and nowhere left to a silent default.
 
 Letters: `B` block rows, `P` proposals, `D` hidden size, `M` captured target layers, `L` target layers, `V` vocabulary.
 """
@@ -33,16 +33,19 @@ class DrafterConfig(PretrainedConfig):
     slots: which proposal slot k of the query block makes (SPEC 1.3). `fill_in`: slot k >= 1 predicts position
         anchor + k, slot 0 (the anchor's own) predicts nothing, so P = B - 1. `next_token`: slot k predicts
         anchor + k + 1, so P = B.
-    rope_parameters: in the form of transformers 5 (`rope_type`, `rope_theta`, ...); the whole head is rotated (SPEC 1.4).
-    target_layer_ids: captured target layers, z-lab numbering (see `LayerIds`). num_target_layers: of how many; 0 where the
-        checkpoint's format does not say (speculators), and then only `formats.check_fits` can tell whether they exist.
+    rope_parameters: in the form of transformers 5 (`rope_type`, `rope_theta`, ...); heads rotate whole (SPEC 1.4).
+    target_layer_ids: captured target layers, z-lab numbering (see `LayerIds`). num_target_layers: of how many; 0
+        where the checkpoint's format does not say (speculators), and then only `formats.check_fits` can tell whether
+        they exist.
     mask_token_id: the input of every slot but the first; an existing row of the target's embedding.
     markov_rank: 0 for DFlash (slots independent given the context), else the rank of the first-order head (SPEC 3.1).
     carry: how rejected rows enter the context. `none`: never; `plain`: as they are; `embedding`: marked by one learned
         vector; `projector`: through their own fusion instead of `fc` (SPEC 7).
-    carry_site: where that vector is added: after `fc`, before the norm (the same function as before `fc`), or after the norm.
-    layer_types, sliding_window, sliding_window_from_anchor, sliding_causal: `full_attention` layers see all context and the
-        whole block; `sliding_attention` layers see a window, and only earlier slots where sliding_causal (SPEC 1.5).
+    carry_site: where that vector is added: after `fc` and before the norm (the same function as before `fc`), or after
+        the norm.
+    layer_types, sliding_window, sliding_window_from_anchor, sliding_causal: `full_attention` layers see all context
+        and the whole block; `sliding_attention` layers see a window, and only earlier slots where sliding_causal
+        (SPEC 1.5).
     target_name, target_fingerprint: the target it was trained for; empty in converted public checkpoints.
     """
 
@@ -89,7 +92,9 @@ class DrafterConfig(PretrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         unknown = sorted(set(kwargs) - FRAMEWORK_KEYS)
         if unknown:
-            raise InputError(f"drafter config: unknown key {unknown[0]!r}; it would be ignored, so remove or rename it.")
+            raise InputError(
+                f"drafter config: unknown key {unknown[0]!r}; it would be ignored, so remove or rename it."
+            )
         self.layer_types = list(self.layer_types or ["full_attention"] * self.num_hidden_layers)
         self.rope_parameters = dict(self.rope_parameters or {"rope_type": "default", "rope_theta": 1e6})
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
@@ -101,7 +106,8 @@ class DrafterConfig(PretrainedConfig):
 
         Not run on construction: transformers builds empty configurations to compare defaults.
         """
-        for field, least in (*((f, 1) for f in COUNTS), ("num_target_layers", 0), ("markov_rank", 0), ("mask_token_id", 0)):
+        zero_based = ("num_target_layers", "markov_rank", "mask_token_id")
+        for field, least in [*((f, 1) for f in COUNTS), *((f, 0) for f in zero_based)]:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(f"drafter config: {field} must be a whole number of at least {least}, got {value!r}.")
@@ -109,29 +115,37 @@ class DrafterConfig(PretrainedConfig):
                                ("carry_site", CarrySite), ("carry_projector", Projector)):  # fmt: skip
             if getattr(self, field) not in get_args(choices):
                 raise InputError(
-                    f"drafter config: {field} must be one of {', '.join(get_args(choices))}, got {getattr(self, field)!r}."
+                    f"drafter config: {field} must be one of {', '.join(get_args(choices))}, "
+                    f"got {getattr(self, field)!r}."
                 )
         if self.num_proposals < 1:
             raise InputError("drafter config: a fill_in block of 1 proposes nothing; block_size must be at least 2.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(
-                f"drafter config: {self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key/value heads."
+                f"drafter config: {self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} "
+                "key/value heads."
             )
         if self.head_dim % 2:
             raise InputError(f"drafter config: head_dim must be even, because RoPE rotates pairs, got {self.head_dim}.")
         if self.hidden_act not in ACT2FN:
-            raise InputError(f"drafter config: hidden_act {self.hidden_act!r} is no activation that transformers knows.")
+            raise InputError(
+                f"drafter config: hidden_act {self.hidden_act!r} is no activation that transformers knows."
+            )
         if self.mask_token_id >= self.vocab_size:
             raise InputError(
-                f"drafter config: mask_token_id {self.mask_token_id} is no row of the target's embedding (0 to {self.vocab_size - 1})."
+                f"drafter config: mask_token_id {self.mask_token_id} is no row of the target's embedding "
+                f"(0 to {self.vocab_size - 1})."
             )
         rope = self.rope_parameters or {}
         if rope.get("rope_type") not in ROPE_TYPES or "rope_theta" not in rope:
             raise InputError(
-                f"drafter config: rope_parameters must give rope_theta and a rope_type out of {', '.join(ROPE_TYPES)}, got {rope}."
+                f"drafter config: rope_parameters must give rope_theta and a rope_type out of {', '.join(ROPE_TYPES)}, "
+                f"got {rope}."
             )
         if rope.get("partial_rotary_factor", 1.0) != 1.0 or "mrope_section" in rope:
-            raise InputError("drafter config: partial or multi-axis rotary embeddings are not supported; heads rotate whole.")
+            raise InputError(
+                "drafter config: partial or multi-axis rotary embeddings are not supported; heads rotate whole."
+            )
         unknown = set(self.layer_types or ()) - {"full_attention", "sliding_attention"}
         if unknown or len(self.layer_types or ()) != self.num_hidden_layers:
             raise InputError(
@@ -157,5 +171,5 @@ class DrafterConfig(PretrainedConfig):
 
     @property
     def first_slot(self) -> int:
-        """The first slot that makes a proposal; slot `first_slot + i` proposes position anchor + 1 + i in both conventions."""
+        """The first slot that makes a proposal. In both conventions slot `first_slot + i` proposes anchor + 1 + i."""
         return 1 if self.slots == "fill_in" else 0

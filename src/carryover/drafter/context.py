@@ -15,7 +15,7 @@ from .config import DrafterConfig
 
 
 class CarryMark(nn.Module):
-    """What distinguishes carry rows from context rows. Starts as the identity, so a fresh Carryover drafter is its baseline.
+    """What distinguishes carry rows from context rows; fresh, nothing: a new Carryover drafter is its baseline.
 
     `embedding` holds one vector of size D, zero at the start; `projector` holds a second fusion, a copy of `fc` at the
     start (`fc_copy`) or a zero-initialised bottleneck correction through D/2 that is added to it (`bottleneck`).

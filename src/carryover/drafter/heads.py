@@ -38,7 +38,10 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * r + d, 3 * r)
 
     def step(self, previous: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Correction after tokens `previous [b]` at rows `hidden [b, D]`: (factor `[b, r]` for W2, next state `[b, r]`)."""
+        """Correction after tokens `previous [b]` at rows `hidden [b, D]`.
+
+        Returns the factor `[b, r]` for W2 and the next state `[b, r]`.
+        """
         e = self.markov_w1(previous)
         if self.kind == "vanilla":
             return e, state

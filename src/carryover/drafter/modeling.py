@@ -35,7 +35,7 @@ class Proposals(NamedTuple):
 
 
 class Drafter(PreTrainedModel):
-    """A block drafter for one frozen target. Weights carry the public names (`fc`, `hidden_norm`, `layers.i...`, `norm`)."""
+    """A block drafter for one frozen target. Weights have the public names (`fc`, `hidden_norm`, `layers.0...`)."""
 
     config_class = DrafterConfig
     config: DrafterConfig
@@ -77,7 +77,7 @@ class Drafter(PreTrainedModel):
     def key_values(self, rows: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Fused rows `[b, K, D]` at `positions [b, K]` to each layer's keys and values, pairs of `[b, G, K, hd]`."""
         rope = self.rotary(rows, positions)
-        return [layer.self_attn.key_values(rows, rope) for layer in self.layers]
+        return [layer.self_attn.key_values(rows, rope) for layer in self.layers]  # type: ignore[operator, union-attr]
 
     def context(self, features: Tensor) -> Tensor:
         """Features of committed tokens `[b, S, M*Dt]` to context rows `[b, S, D]`."""
@@ -166,20 +166,27 @@ class Drafter(PreTrainedModel):
         for name, tensor in tensors.items():
             if tensor.shape != wanted[name].shape:
                 found, expected = list(tensor.shape), list(wanted[name].shape)
-                raise InputError(f"the drafter's tensor {name!r} has shape {found}, but its config calls for {expected}.")
+                raise InputError(
+                    f"the drafter's tensor {name!r} has shape {found}, but its config calls for {expected}."
+                )
             if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise InputError(f"the drafter's tensor {name!r} is stored as {tensor.dtype}; convert it to bfloat16 or float32.")
+                raise InputError(
+                    f"the drafter's tensor {name!r} is stored as {tensor.dtype}; convert it to bfloat16 or float32."
+                )
         drafter.load_state_dict(tensors, assign=True)
         drafter.rotary = DraftRotaryEmbedding(config)  # type: ignore[arg-type]  # its buffers are computed, not stored
         return drafter.eval()
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Drafter:  # type: ignore[override]
-        """Loads a checkpoint of this project's own format; a missing, extra or misshapen tensor is an error, not a warning."""
-        kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)  # not to ignore them, but to name them here
-        drafter, info = super().from_pretrained(*args, **kwargs)
+        """Loads this project's own format; a missing, extra or misshapen tensor is an InputError, not a warning."""
+        kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)  # so that they can be named here
+        loaded: Any = super().from_pretrained(*args, **kwargs)
+        drafter, info = loaded
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[problem]:
                 names = ", ".join(sorted(map(str, info[problem]))[:3])
-                raise InputError(f"the drafter checkpoint has {problem.replace('_', ' ')} ({names}); it does not fit its config.")
+                raise InputError(
+                    f"the drafter checkpoint has {problem.replace('_', ' ')} ({names}); it does not fit its config."
+                )
         return drafter

@@ -43,7 +43,7 @@ class Checkpoint:
     head: Tensor | None
 
 
-# ---- reading -----------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 def load_drafter(
     path: str | Path,
     target: Target | None = None,
@@ -62,7 +62,7 @@ def load_drafter(
             config.num_target_layers = target.num_layers
         _check_embedding(checkpoint, target)
         check_fits(config, target)
-    drafter = Drafter.from_tensors(config, checkpoint.tensors)
+    drafter: Any = Drafter.from_tensors(config, checkpoint.tensors)  # Any: transformers hides the types of `to`
     return drafter.to(device=device, dtype=dtype or drafter.dtype)
 
 
@@ -98,12 +98,12 @@ def detect_format(raw: dict[str, Any]) -> Format:
     if architecture.endswith("DSparkModel"):
         return "deepspec"
     raise InputError(
-        f"this config.json (architecture {architecture}, model_type {raw.get('model_type')}) is no block drafter's; known are "
-        f"{', '.join(get_args(Format))}."
+        f"this config.json (architecture {architecture}, model_type {raw.get('model_type')}) is no block drafter's; "
+        f"known are {', '.join(get_args(Format))}."
     )
 
 
-# ---- does it fit the target? -------------------------------------------------------------------------------------------
+# ---- does it fit the target? -----------------------------------------------------------------------------------------
 def mismatches(config: DrafterConfig, target: Target) -> list[str]:
     """Every way in which the drafter does not fit the target, one clause each; none if it fits."""
     c, layers = config, target.num_layers
@@ -116,7 +116,9 @@ def mismatches(config: DrafterConfig, target: Target) -> list[str]:
     if c.num_target_layers not in (0, layers):
         found.append(f"it was made for a target of {c.num_target_layers} layers, this one has {layers}")
     if c.layer_ids[-1] > layers - 2:
-        found.append(f"it reads target layer {c.layer_ids[-1]}, and of {layers} layers the last usable one is {layers - 2}")
+        found.append(
+            f"it reads target layer {c.layer_ids[-1]}, and of {layers} layers the last usable one is {layers - 2}"
+        )
     if not 0 <= c.mask_token_id < target.vocab_size:
         found.append(f"its mask token {c.mask_token_id} is no row of the target's embedding")
     if c.max_position_embeddings < target.max_length:
@@ -139,8 +141,8 @@ def _check_embedding(checkpoint: Checkpoint, target: Target) -> None:
     scale = getattr(embedding, "scalar_embed_scale", 1.0)
     if checkpoint.format != "carryover" and scale != 1.0 and not checkpoint.config.target_fingerprint:
         raise InputError(
-            f"the target {target.name!r} scales its embedding (by {scale:g}), and {checkpoint.format} checkpoints do not say "
-            "whether the drafter was trained on scaled rows; only drafters trained here can be used with it."
+            f"the target {target.name!r} scales its embedding (by {scale:g}), and {checkpoint.format} checkpoints do "
+            "not say whether the drafter was trained on scaled rows; only drafters trained here can be used with it."
         )
     for name, stored, module in (("embedding", checkpoint.embed, embedding), ("LM head", checkpoint.head, head)):
         if stored is None or stored.shape != module.weight.shape:
@@ -148,10 +150,12 @@ def _check_embedding(checkpoint: Checkpoint, target: Target) -> None:
         rows = torch.linspace(0, len(stored) - 1, min(SAMPLED_ROWS, len(stored))).long()
         own = module.weight[rows.to(module.weight.device)].to("cpu", torch.bfloat16)
         if not torch.equal(stored[rows].bfloat16(), own):
-            raise InputError(f"the {name} stored with the drafter is not that of {target.name!r}; it was trained for another.")
+            raise InputError(
+                f"the {name} stored with the drafter is not that of {target.name!r}; it was trained for another."
+            )
 
 
-# ---- writing -----------------------------------------------------------------------------------------------------------
+# ---- writing ---------------------------------------------------------------------------------------------------------
 def save_drafter(drafter: Drafter, path: str | Path, format: str = "carryover", target: Target | None = None) -> None:
     """Writes the drafter. target: needed by `deepspec`, whose checkpoints hold the embedding and the LM head.
 
@@ -192,7 +196,9 @@ def _check_expressed(config: DrafterConfig, again: DrafterConfig, form: str) -> 
     for field in DrafterConfig.__annotations__:
         ours, theirs = getattr(config, field), getattr(again, field)
         if field not in unused and ours != theirs:
-            raise InputError(f"the {form} format cannot express {field} = {ours!r} of this drafter (it would read {theirs!r}).")
+            raise InputError(
+                f"the {form} format cannot express {field} = {ours!r} of this drafter (it would read {theirs!r})."
+            )
 
 
 def _target_copies(target: Target | None, drafter: Drafter) -> dict[str, Tensor]:
@@ -201,5 +207,7 @@ def _target_copies(target: Target | None, drafter: Drafter) -> dict[str, Tensor]
     check_fits(drafter.config, target)
     embedding, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
     if getattr(embedding, "scalar_embed_scale", 1.0) != 1.0 or getattr(target.config, "final_logit_softcapping", None):
-        raise InputError(f"DeepSpec has another drafter for targets like {target.name!r}; convert to speculators or zlab.")
+        raise InputError(
+            f"DeepSpec has another drafter for targets like {target.name!r}; convert to speculators or zlab."
+        )
     return {EMBED: embedding.weight.to("cpu", drafter.dtype), HEAD: head.weight.to("cpu", drafter.dtype).clone()}

@@ -21,7 +21,9 @@ def read_config(raw: dict[str, Any]) -> DrafterConfig:
     """From the parsed `config.json`. Raises InputError naming what is missing or not supported."""
     architecture = (raw.get("architectures") or [None])[0]
     if architecture != ARCHITECTURE:
-        raise InputError(f"DeepSpec drafts of the architecture {architecture!r} are not supported, only {ARCHITECTURE}.")
+        raise InputError(
+            f"DeepSpec drafts of the architecture {architecture!r} are not supported, only {ARCHITECTURE}."
+        )
     for key in KEYS:
         if key not in raw:
             raise InputError(f"the DeepSpec config lacks {key!r}.")
@@ -41,7 +43,9 @@ def read_config(raw: dict[str, Any]) -> DrafterConfig:
 def write_config(config: DrafterConfig) -> dict[str, Any]:
     """The config of a DeepSpec checkpoint. Raises InputError for a drafter that fills in."""
     if config.slots != "next_token":
-        raise InputError("DeepSpec drafts predict the next token in every slot; this drafter fills in, so it cannot be one.")
+        raise InputError(
+            "DeepSpec drafts predict the next token in every slot; this drafter fills in, so it cannot be one."
+        )
     if "sliding_attention" in (config.layer_types or ()):
         raise InputError("DeepSpec drafts have no sliding_attention layers; convert to zlab or speculators instead.")
     return {

@@ -1,4 +1,4 @@
-"""Checkpoint folders: where they are, and how their JSON and tensors are read and written. Every damage is one sentence.
+"""Checkpoint folders: where they are, how their JSON and tensors are read and written. Damage is one sentence.
 
 A folder holds `config.json` and its tensors as `model.safetensors`, or as shards with `model.safetensors.index.json`.
 """
@@ -36,7 +36,9 @@ def locate(name: str | Path) -> Path:
         return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"there is no drafter folder {str(name)!r}, and the hub did not deliver it: {reason}") from error
+        raise InputError(
+            f"there is no drafter folder {str(name)!r}, and the hub did not deliver it: {reason}"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

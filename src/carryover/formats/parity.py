@@ -58,18 +58,26 @@ def run_case(case_dir: str | Path) -> ParityResult:
     if lacking or embed is None or head is None:
         raise InputError(f"the case {folder} lacks {lacking[0] if lacking else 'an embedding or an LM head'}.")
     if io["target_hidden"].shape[1] != length:
-        raise InputError(f"the case {folder} records {io['target_hidden'].shape[1]} context rows for an anchor at {length}.")
+        raise InputError(
+            f"the case {folder} records {io['target_hidden'].shape[1]} context rows for an anchor at {length}."
+        )
     drafter = Drafter.from_tensors(checkpoint.config, checkpoint.tensors).float()
 
     block = io["block_tokens"]
     if not torch.equal(block, drafter.block_tokens(block[:, 0])):
-        raise InputError(f"the case {folder} has other block tokens than its checkpoint's mask token and block size give.")
+        raise InputError(
+            f"the case {folder} has other block tokens than its checkpoint's mask token and block size give."
+        )
     hidden = draft_hidden(drafter, io["target_hidden"].float(), embedding(block, embed.float()))
-    tokens, logits = drafter.propose(hidden, block[:, 0], partial(linear, weight=head.float()), partial(torch.argmax, dim=-1))
+    tokens, logits = drafter.propose(
+        hidden, block[:, 0], partial(linear, weight=head.float()), partial(torch.argmax, dim=-1)
+    )
     confidence = None
     if drafter.config.confidence:
         if "expected_confidence_logits" not in io:
-            raise InputError(f"the case {folder} lacks expected_confidence_logits, but its drafter has a confidence head.")
+            raise InputError(
+                f"the case {folder} lacks expected_confidence_logits, but its drafter has a confidence head."
+            )
         previous = torch.cat((block[:, :1], tokens[:, :-1]), dim=1)
         confidence = _difference(
             drafter.confidence_logits(drafter.proposing(hidden), previous), io["expected_confidence_logits"]

@@ -33,10 +33,16 @@ def read(folder: Path, config: DrafterConfig) -> dict[str, Tensor]:
         raise InputError(f"{side / 'config.json'} must hold exactly {', '.join(FIELDS)}; the difference is {odd!r}.")
     layers, stated = settings["num_target_layers"], config.num_target_layers
     if stated and layers != stated:
-        raise InputError(f"{side / 'config.json'} says num_target_layers {layers}, the checkpoint around it says {stated}.")
+        raise InputError(
+            f"{side / 'config.json'} says num_target_layers {layers}, the checkpoint around it says {stated}."
+        )
     for field in FIELDS:
         setattr(config, field, settings[field])
-    return read_safetensors(side / WEIGHTS) if (side / WEIGHTS).exists() else {}
+    tensors = read_safetensors(side / WEIGHTS) if (side / WEIGHTS).exists() else {}
+    for name in tensors:
+        if not name.startswith(PREFIX):
+            raise InputError(f"{side / WEIGHTS} holds the tensor {name!r}, which is no carry weight.")
+    return tensors
 
 
 def write(folder: Path, config: DrafterConfig, tensors: dict[str, Tensor]) -> None:

@@ -1,7 +1,8 @@
 """speculators checkpoints (0.5 to 0.9): `dflash` and `dspark`. Source: SPEC 1.2, 1.3, 1.5, 4.2.
 
-The backbone is nested in `transformer_layer_config`; layer ids count `hidden_states`, one more than here. Sliding windows
-count back from the anchor. The number of target layers is not stored, so only `check_fits` can test the layer ids.
+The backbone is nested in `transformer_layer_config`; layer ids count `hidden_states`, one more than here. Sliding
+windows count back from the anchor. The number of target layers is not stored, so only `check_fits` can test the layer
+ids.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from .qwen3 import read_backbone, write_backbone
 
 REQUIRED = ("transformer_layer_config", "aux_hidden_state_layer_ids", "block_size", "mask_token_id")
 UNDERSTOOD = {*REQUIRED, "speculators_model_type", "speculators_version", "speculators_config", "draft_vocab_size",
-              "sample_from_anchor", "sliding_window_non_causal", "target_hidden_size", "markov_rank", "markov_head_type",
-              "enable_confidence_head", "confidence_head_with_markov"}  # fmt: skip
-HARMLESS = {*PretrainedConfig().to_dict(), "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version",
-            "tie_word_embeddings", "model_type", "has_no_defaults_at_init", "max_anchors", "proposal_speculative_tokens",
-            "initializer_range"}  # fmt: skip
+              "sample_from_anchor", "sliding_window_non_causal", "target_hidden_size", "markov_rank",
+              "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}  # fmt: skip
+HARMLESS = {*PretrainedConfig().to_dict(), "architectures", "auto_map", "dtype", "torch_dtype", "model_type",
+            "transformers_version", "tie_word_embeddings", "has_no_defaults_at_init", "initializer_range",
+            "max_anchors", "proposal_speculative_tokens"}  # fmt: skip
 
 
 def read_config(raw: dict[str, Any]) -> DrafterConfig:
@@ -33,14 +34,16 @@ def read_config(raw: dict[str, Any]) -> DrafterConfig:
         if raw.get(key) is None:
             raise InputError(f"the speculators config lacks {key!r}; add it as the drafter was trained.")
     for key in sorted(raw.keys() - UNDERSTOOD - HARMLESS):
-        raise InputError(f"the speculators config holds the key {key!r}, which is not understood and may change the drafter.")
+        raise InputError(
+            f"the speculators config holds the key {key!r}, which is not understood and may change the drafter."
+        )
     backbone = read_backbone(raw["transformer_layer_config"])
     if raw.get("draft_vocab_size", backbone["vocab_size"]) != backbone["vocab_size"]:
         raise InputError(f"drafters with a reduced vocabulary ({raw['draft_vocab_size']} tokens) are not supported.")
     if kind == "dspark" and raw.get("sample_from_anchor") is None:
         raise InputError(
-            "the speculators config lacks 'sample_from_anchor', and a dspark drafter read in the wrong slot convention accepts "
-            "almost nothing; add true if slot 0 proposes (the training default) or false if only mask slots do."
+            "the speculators config lacks 'sample_from_anchor', and a dspark drafter read in the wrong slot convention "
+            "accepts almost nothing; add true if slot 0 proposes (the training default) or false if only mask slots do."
         )
     sliding, dspark = "sliding_attention" in backbone["layer_types"], kind == "dspark"
     return DrafterConfig(

@@ -48,7 +48,9 @@ def read_config(raw: dict[str, Any]) -> DrafterConfig:
 def write_config(config: DrafterConfig) -> dict[str, Any]:
     """The config of a z-lab DFlash checkpoint. Raises InputError for a drafter with heads that this layout lacks."""
     if config.markov_rank or config.confidence:
-        raise InputError("the z-lab format has no Markov or confidence head; convert to speculators or deepspec instead.")
+        raise InputError(
+            "the z-lab format has no Markov or confidence head; convert to speculators or deepspec instead."
+        )
     sliding = "sliding_attention" in (config.layer_types or ())
     # Sliding layers are causal inside the block unless told otherwise, full layers are not; there is no key per layer.
     causal = {"is_causal": False} if sliding and not config.sliding_causal else {}
@@ -59,7 +61,12 @@ def write_config(config: DrafterConfig) -> dict[str, Any]:
         "sample_from_anchor": config.slots == "next_token",
         **({"causal": False} if causal else {}),
     }
-    written = {"architectures": ["DFlashDraftModel"], "block_size": config.block_size, "dflash_config": dflash, **causal}
+    written = {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config.block_size,
+        "dflash_config": dflash,
+        **causal,
+    }
     if config.num_target_layers:
         written["num_target_layers"] = config.num_target_layers
     return {**write_backbone(config), **written}
@@ -97,7 +104,7 @@ def _required(raw: dict[str, Any], dflash: dict[str, Any], name: str) -> Any:
 
 
 def _window(raw: dict[str, Any], dflash: dict[str, Any], backbone: dict[str, Any]) -> dict[str, Any]:
-    """What sliding layers see. The kernel's window counts rows back from each slot, and ahead where it is not causal."""
+    """What sliding layers see: the window counts rows back from each slot, and ahead where it is not causal."""
     kinds = set(backbone["layer_types"])
     causal = _value(raw, dflash, "is_causal", "causal")
     if causal and "full_attention" in kinds:

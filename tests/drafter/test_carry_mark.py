@@ -1,4 +1,5 @@
-"""The carry interface: a fresh one is the identity, the sites are what they claim, the projector has the stated size."""
+"""The carry interface: a fresh one is the identity, the sites are what they claim, the projector has the stated
+size."""
 
 from __future__ import annotations
 

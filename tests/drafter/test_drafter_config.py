@@ -1,4 +1,5 @@
-"""DrafterConfig: every error of `checked` is raised and names its field; unknown keys are refused; P in both conventions."""
+"""DrafterConfig: every error of `checked` is raised and names its field; unknown keys are refused; P in both
+conventions."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ from carryover.errors import InputError
         ({"target_layer_ids": [3, 1]}, "strictly increasing"),
         ({"target_layer_ids": [1, 5]}, "target layer id 5 is out of range"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type out of"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "rotate whole"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+            "rotate whole",
+        ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}, "rotate whole"),
         ({"max_position_embeddings": 0}, "max_position_embeddings"),
     ],
@@ -97,7 +101,8 @@ def test_unknown_key_in_a_saved_config_is_refused(tmp_path):
 
 def test_config_survives_its_own_dictionary_and_file(tmp_path):
     c = config(markov_rank=4, slots="next_token", carry="projector", carry_projector="bottleneck", sliding_window=9,
-               target_name="t", target_fingerprint="ab", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})  # fmt: skip
+               target_name="t", target_fingerprint="ab",
+               rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})  # fmt: skip
     c.save_pretrained(tmp_path)
     for again in (DrafterConfig.from_dict(c.to_dict()), DrafterConfig.from_pretrained(tmp_path)):
         for field in DrafterConfig.__annotations__:
