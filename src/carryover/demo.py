@@ -170,7 +170,7 @@ def show_texts(console: Console, out: Path, results: dict[str, Any]) -> None:
     texts: dict[str, dict[str, str]] = {}
     for line in (out / "trace.jsonl").read_text().splitlines():
         r = json.loads(line)
-        texts.setdefault(r["prompt"], {})[r["method"]] = tokenizer.decode(r["generation"]["tokens"])
+        texts.setdefault(r["prompt"], {})[r["method"]] = str(tokenizer.decode(r["generation"]["tokens"]))
     for prompt in load_prompts(SUITES["smollm2_demo"]):
         for method, text in _distinct(texts.get(prompt.id, {})).items():
             console.print(f"[bold]{method}[/bold]", f"> {_one_line(prompt)}\n{text}\n", sep="\n", highlight=False)
