@@ -22,7 +22,7 @@ Projector = Literal["fc_copy", "bottleneck"]
 
 # Keys that transformers writes or passes besides the fields; anything else is a mistake or another version's setting.
 FRAMEWORK_KEYS = {"model_type", "auto_map", "_name_or_path", "name_or_path", "torch_dtype", "output_attentions",
-                  "attn_implementation", "experts_implementation", "_commit_hash"}  # fmt: skip
+                  "attn_implementation", "use_cache", "experts_implementation", "_commit_hash"}  # fmt: skip
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # those whose angles depend on nothing but the position
 COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "head_dim", "block_size", "max_position_embeddings", "target_hidden_size")  # fmt: skip

@@ -6,6 +6,7 @@ by the name `lab`.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..errors import InputError
 from . import language
 from .language import TASKS, Example, Rates
 
-__all__ = ["TASKS", "Example", "Rates", "lab_prompts", "lab_reference", "lab_target_path"]
+__all__ = ["TASKS", "Example", "Rates", "lab_prompts", "lab_reference", "lab_target_path", "write_prompts"]
 
 
 def lab_target_path() -> Path:
@@ -50,6 +51,16 @@ def lab_prompts(
             }
         )
     return rows
+
+
+def write_prompts(out: Path, train: int = 4000, held_out: int = 400, seed: int = 0) -> tuple[Path, Path]:
+    """Writes `train_prompts.jsonl` and `eval_prompts.jsonl` to the folder `out`; no prompt is in both."""
+    out.mkdir(parents=True, exist_ok=True)
+    paths = out / "train_prompts.jsonl", out / "eval_prompts.jsonl"
+    for path, split, n in zip(paths, ("train", "eval"), (train, held_out), strict=True):
+        rows = lab_prompts(split, n, seed)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return paths
 
 
 def lab_reference(row: dict[str, str], rates: Rates | None = None) -> Example:

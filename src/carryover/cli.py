@@ -1,0 +1,445 @@
+"""The command line. Thin: each command reads its options, calls one function of the package and prints what it returns.
+
+Exit codes: 0 fine, 1 the check failed, 2 bad usage or input (one sentence on stderr; a traceback only with `--debug`),
+130 interrupted. Heavy modules are imported inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from .errors import InputError
+
+if TYPE_CHECKING:
+    from .drafter.modeling import Drafter
+    from .target import Target
+
+Stage = Literal["baseline", "continued", "carryover"]
+Format = Literal["carryover", "zlab", "speculators", "deepspec"]
+
+
+class Commands(TyperGroup):
+    """Turns errors that a user can mend into one sentence and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("interrupted; the same command with the same --out goes on where it stopped.", err=True)
+            raise typer.Exit(130) from None
+        except BrokenPipeError:
+            raise
+        except (InputError, OSError) as error:
+            if ctx.obj == "debug":
+                raise
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
+    "Trains, measures and serves block drafters that recycle rejected states (Carryover Drafting)."
+))  # fmt: skip
+
+
+def _debug(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.find_root().obj = "debug"
+
+
+def _threads(value: int | None) -> int | None:
+    if value is not None:
+        import torch
+
+        torch.set_num_threads(value)
+    return value
+
+
+DebugOption = Annotated[
+    bool, typer.Option("--debug", is_eager=True, callback=_debug, help="Show the traceback of an error.")
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, callback=_threads, help="CPU threads; default: torch's choice.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, nothing else.")]
+TargetOption = Annotated[str, typer.Option("--target", help="Target model: a folder, a hub id, `smollm2` or `lab`.")]
+DtypeOption = Annotated[
+    Literal["auto", "float32", "bfloat16"], typer.Option("--dtype", help="Of target and drafter; auto: as stored.")
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")]
+PromptsOption = Annotated[
+    list[str],
+    typer.Option("--prompts", help="JSONL file, folder of them, or a packaged suite; repeatable."),
+]
+TaskOption = Annotated[list[str] | None, typer.Option("--task", help="Only prompts of this task; repeatable.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="At most so many, spread over the tasks.")]
+TemplateOption = Annotated[
+    str, typer.Option("--template", help="Chat template options as JSON, for example '{\"enable_thinking\": false}'.")
+]
+TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+TopKOption = Annotated[int, typer.Option("--top-k", help="0 keeps all tokens.")]
+TopPOption = Annotated[float, typer.Option("--top-p", help="1 keeps all tokens.")]
+MinPOption = Annotated[float, typer.Option("--min-p", help="0 keeps all tokens.")]
+DraftSamplingOption = Annotated[
+    Literal["greedy", "probabilistic"],
+    typer.Option("--draft-sampling", help="How proposals are chosen above temperature 0; both are lossless."),
+]
+MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1)]
+SeedOption = Annotated[int, typer.Option("--seed")]
+
+
+# ---- the whole story -----------------------------------------------------------------------------------------------
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Run folder; an interrupted demo goes on from it.")] = Path("runs/demo"),
+    fast: Annotated[bool, typer.Option("--fast", help="A few steps of each; the figures mean nothing.")] = False,
+    threads: ThreadsOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Record, train, evaluate and report on the embedded targets; ends in a table and an HTML page."""
+    from .demo import FAST, DemoPlan, run_demo
+
+    _quiet()
+    run_demo(out, FAST if fast else DemoPlan())
+
+
+@app.command()
+def lab(
+    out: Annotated[Path, typer.Option(help="Folder for prompts, model and training checkpoint.")] = Path("runs/lab"),
+    prompts_only: Annotated[bool, typer.Option("--prompts-only", help="The packaged target `lab` is enough.")] = False,
+    train_prompts: Annotated[int, typer.Option(min=1)] = 4000,
+    eval_prompts: Annotated[int, typer.Option(min=1)] = 400,
+    threads: ThreadsOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Write prompts of the lab language and train the lab target, reproducibly; goes on where it was interrupted."""
+    from .lab import write_prompts
+    from .lab.training import train_lab
+
+    for path in write_prompts(out, train_prompts, eval_prompts):
+        typer.echo(f"prompts: {path}")
+    if not prompts_only:
+        train_lab(out)
+        typer.echo(f"the lab target: {out}")
+
+
+# ---- data and training ---------------------------------------------------------------------------------------------
+@app.command()
+def record(
+    target: TargetOption,
+    prompts: PromptsOption,
+    out: Annotated[Path, typer.Option(help="JSONL file; what it already holds is kept and skipped.")],
+    task: TaskOption = None,
+    limit: LimitOption = None,
+    temperature: TemperatureOption = 0.7,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    max_new_tokens: MaxNewTokensOption = 512,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    seed: SeedOption = 0,
+    template: TemplateOption = "{}",
+    engine: Annotated[Literal["transformers"], typer.Option(help="What generates the responses.")] = "transformers",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Let the target answer prompts; its exact tokens are what drafters learn from. Resumable."""
+    from .data.prompts import load_prompts
+    from .data.record import record as record_responses
+    from .decode.sampling import Sampling
+
+    _quiet()
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    asked = load_prompts(prompts, task, limit, seed)
+    loaded = _target(target, dtype, device)
+    options = _template(template)
+    done = record_responses(loaded, asked, out, sampling, max_new_tokens, seed, batch_size, options, engine=engine)
+    typer.echo(f"{out}: {done.written} responses written, {done.found} were there, {done.too_long} prompts too long")
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="YAML file; see recipes/.")],
+    stage: Annotated[Stage, typer.Option(help="continued and carryover go on from --start.")],
+    out: Annotated[Path, typer.Option(help="Folder for the drafter, its checkpoints and train_log.jsonl.")],
+    start: Annotated[Path | None, typer.Option(help="The drafter that continued and carryover start from.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    corpus: Annotated[Path | None, typer.Option(help="Recorded responses; overrides data.corpus.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Override: train.baseline.steps=100.")] = None,
+    threads: ThreadsOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Train one stage of a recipe."""
+    from .config import Recipe
+    from .train.trainer import train as train_stage
+
+    _quiet()
+    resolved = Recipe.load(recipe, settings or [])
+    train_stage(resolved, stage, out, start, resume, corpus)
+    typer.echo(f"the {stage} drafter is in {out}")
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------
+@app.command()
+def evaluate(
+    target: TargetOption,
+    prompts: PromptsOption,
+    out: Annotated[Path, typer.Option(help="Folder for results.json and trace.jsonl; a killed run goes on from it.")],
+    drafter: Annotated[list[str] | None, typer.Option(help="Folder or hub id; repeatable, baselines first.")] = None,
+    task: TaskOption = None,
+    limit: LimitOption = None,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    draft_sampling: DraftSamplingOption = "probabilistic",
+    max_new_tokens: MaxNewTokensOption = 256,
+    seed: SeedOption = 0,
+    carry_off: Annotated[bool, typer.Option("--carry-off", help="Also run carrying drafters without carry.")] = False,
+    template: TemplateOption = "{}",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Decode prompts plainly and with every drafter, interleaved: acceptance, speed, identity. Resumable."""
+    from .data.prompts import load_prompts
+    from .decode.sampling import Sampling
+    from .evaluate.run import Plan
+    from .evaluate.run import evaluate as run_evaluation
+
+    _quiet()
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    plan = Plan(max_new_tokens, sampling, draft_sampling, seed, carry_off, _template(template))
+    asked = load_prompts(prompts, task, limit, seed)
+    loaded = _target(target, dtype, device)
+    drafters = {path: _drafter(path, loaded) for path in drafter or []}
+    results = run_evaluation(loaded, drafters, asked, out, plan, progress=not as_json)
+    if as_json:
+        typer.echo(json.dumps(results, indent=1))
+    else:
+        _print_results(results)
+        typer.echo(f"results: {out / 'results.json'}")
+
+
+@app.command()
+def generate(
+    target: TargetOption,
+    prompt: Annotated[str, typer.Option(help="The user's message.")],
+    drafter: Annotated[str | None, typer.Option(help="Folder or hub id; left out: plain decoding.")] = None,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    draft_sampling: DraftSamplingOption = "probabilistic",
+    max_new_tokens: MaxNewTokensOption = 256,
+    seed: SeedOption = 0,
+    carry: Annotated[bool, typer.Option(help="Carry rejected states, if the drafter can.")] = True,
+    trace: Annotated[Path | None, typer.Option(help="Write the rounds here, one JSON object a line.")] = None,
+    template: TemplateOption = "{}",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Answer one prompt, printing the text as it is decoded."""
+    from dataclasses import asdict
+
+    from .data.chat import render_prompt
+    from .decode.engine import Engine
+    from .decode.sampling import Sampling
+    from .decode.trace import Generation
+
+    _quiet()
+    sampling, options = Sampling(temperature, top_k, top_p, min_p), _template(template)
+    if not prompt.strip():
+        raise InputError("the prompt is empty.")
+    loaded = _target(target, dtype, device)
+    tokenizer = loaded.tokenizer
+    assert tokenizer is not None
+    ids = render_prompt(tokenizer, [prompt], options)
+    engine = Engine(loaded, _drafter(drafter, loaded) if drafter else None, sampling, draft_sampling, carry)
+    generation, shown = Generation(len(ids)), ""
+    for _ in engine.rounds(ids, max_new_tokens, seed, generation):
+        text = str(tokenizer.decode(generation.tokens, skip_special_tokens=True))
+        if not as_json and text.startswith(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            typer.echo(text[len(shown) :], nl=False)
+            shown = text
+    text = str(tokenizer.decode(generation.tokens, skip_special_tokens=True))
+    rounds = generation.rounds
+    if trace is not None:
+        trace.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rounds), encoding="utf-8")
+    figures = {
+        "tokens": len(generation.tokens),
+        "rounds": len(rounds),
+        "acceptance_length": sum(len(r.committed) for r in rounds) / len(rounds) if rounds else None,
+        "tokens_per_second": len(generation.tokens) / generation.seconds,
+        "finish": generation.finish,
+    }
+    if as_json:
+        typer.echo(json.dumps({"text": text, "token_ids": generation.tokens, **figures}))
+        return
+    typer.echo(text[len(shown) :] if text.startswith(shown) else "")
+    per_round = f", {figures['acceptance_length']:.2f} tokens per verification" if rounds else ""
+    speed = f"{figures['tokens_per_second']:.1f} tokens/s"
+    typer.echo(f"[{figures['tokens']} tokens in {len(rounds)} rounds{per_round}, {speed}]", err=True)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder with results.json and train_log.jsonl in it or below it.")],
+    debug: DebugOption = False,
+) -> None:
+    """Write one self-contained HTML page about a run, and print its tables."""
+    from .report import read_results, write_report
+
+    page = write_report(run)
+    for path in sorted(run.rglob("results.json")):
+        _print_results(read_results(path))
+    typer.echo(f"report: {page}")
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+@app.command()
+def check(
+    drafter: Annotated[str, typer.Argument(help="Folder or hub id.")],
+    target: TargetOption,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Name everything in which a drafter does not fit a target; exit 1 if there is anything."""
+    from .formats import load_drafter, mismatches
+
+    _quiet()
+    loaded = _target(target)
+    found = mismatches(load_drafter(drafter).config, loaded)
+    if not found:
+        try:
+            load_drafter(drafter, loaded)  # also compares the embedding that some formats store
+        except InputError as error:
+            found = [str(error)]
+    if as_json:
+        typer.echo(json.dumps({"drafter": drafter, "target": target, "mismatches": found}))
+    for mismatch in () if as_json else found:
+        typer.echo(f"mismatch: {mismatch}")
+    if found:
+        raise typer.Exit(1)
+    if not as_json:
+        typer.echo(f"{drafter} fits {target}")
+
+
+@app.command()
+def parity(
+    cases: Annotated[list[Path], typer.Argument(help="Folders with a recorded case of another project.")],
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Rerun recorded cases of other projects; exit 1 above 1e-4 or on any token that differs."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from .formats.parity import run_case
+    from .report.tables import Table, to_rich
+
+    _quiet()
+    results = [run_case(case) for case in cases]
+    if as_json:
+        typer.echo(json.dumps([{**asdict(r), "passed": r.passed} for r in results]))
+    else:
+        rows = [
+            [
+                r.name,
+                f"{r.hidden_difference:.1e}",
+                f"{r.logits_difference:.1e}",
+                "–" if r.confidence_difference is None else f"{r.confidence_difference:.1e}",
+                "equal" if r.tokens_equal else "differ",
+                "passed" if r.passed else "FAILED",
+            ]
+            for r in results
+        ]
+        Console().print(to_rich(Table(("case", "max |Δ hidden|", "|Δ logits|", "|Δ confidence|", "tokens", ""), rows)))
+    if not all(r.passed for r in results):
+        raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="IN", help="Drafter folder or hub id, in any known format.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
+    to: Annotated[Format, typer.Option("--to", help="Format to write.")],
+    target: Annotated[str | None, typer.Option(help="Needed by deepspec, which stores its embedding.")] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Rewrite a drafter checkpoint in another format."""
+    from .formats import load_drafter, save_drafter
+
+    _quiet()
+    loaded = _target(target) if target else None
+    save_drafter(load_drafter(source, loaded), out, to, loaded)
+    typer.echo(f"{out} holds the drafter in the {to} format")
+
+
+# ---- shared --------------------------------------------------------------------------------------------------------
+def _quiet() -> None:
+    """No progress bars or advice of transformers on stderr."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _target(name: str, dtype: str = "auto", device: str = "cpu") -> Target:
+    from .target import Target
+
+    return Target.load(name, dtype, device)
+
+
+def _drafter(path: str, target: Target) -> Drafter:
+    """In the target's dtype and place, as it will be served."""
+    from .formats import load_drafter
+
+    return load_drafter(path, target, target.dtype, target.device)
+
+
+def _template(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"--template must be JSON, such as '{{\"enable_thinking\": false}}', got {text!r}.") from error
+    if not isinstance(options, dict):
+        raise InputError(f"--template must be a JSON object, got {text!r}.")
+    return options
+
+
+def _print_results(results: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from .report import cautions
+    from .report.tables import gains_table, terminal_table, to_rich
+
+    console = Console()
+    console.print(terminal_table(results))
+    gains = gains_table(results, overall_only=True)
+    if gains.rows:
+        console.print(to_rich(gains))
+    for caution in cautions(results):
+        console.print(f"note: {caution}", markup=False, highlight=False)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

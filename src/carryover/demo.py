@@ -1,0 +1,201 @@
+"""`carryover demo`: the whole story in one sitting on a CPU, on the two embedded targets.
+
+On the lab target: record its responses, train a baseline drafter, train it on with and without carry for equally many
+steps, and decode held-out prompts with all three. On SmolLM2, a real language model: a drafter trained for a moment is
+still bad at drafting, and the text is nevertheless that of plain decoding, token for token.
+
+Every step is resumable and the amount of work is counted in steps, never in time, so that a run can be repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .config import Recipe, Stage
+from .data.prompts import SUITES, Prompt, load_prompts
+from .data.record import record
+from .decode.sampling import Sampling
+from .errors import InputError
+from .evaluate.run import Plan, evaluate
+from .formats import load_drafter
+from .lab import write_prompts
+from .report import cautions, write_report
+from .report.tables import gains_table, terminal_table, to_rich
+from .target import Target
+from .train.trainer import train
+
+
+@dataclass(frozen=True)
+class DemoPlan:
+    """How much of everything. The defaults take some ten minutes on two cores."""
+
+    seed: int = 0
+    train_prompts: int = 1600
+    eval_prompts: int = 64
+    new_tokens: int = 128  # longest response of the lab target
+    baseline_steps: int = 500
+    extra_steps: int = 150  # of `continued` and of `carryover`, each
+    smollm2_prompts: int = 20  # to train on; the rest of the packaged 24 are decoded
+    smollm2_steps: int = 20
+    smollm2_tokens: int = 48
+
+
+FAST = DemoPlan(
+    train_prompts=16, eval_prompts=2, new_tokens=16, baseline_steps=2, extra_steps=1,
+    smollm2_prompts=0, smollm2_steps=0,
+)  # fmt: skip
+
+
+def run_demo(out: Path, plan: DemoPlan = DemoPlan(), console: Console | None = None) -> Path:
+    """Runs what `out` does not hold yet and returns the path of the report page.
+
+    Without SmolLM2 prompts in the plan that part is left out. Raises InputError when `out` belongs to another plan.
+    """
+    console, began = console or Console(), time.monotonic()
+    claim(out, plan)
+    target = Target.load("lab", dtype="float32")
+    train_file, eval_file = write_prompts(out / "prompts", plan.train_prompts, plan.eval_prompts, plan.seed)
+    recorded = out / "recorded.jsonl"
+    with step(console, f"1. The lab target answers {plan.train_prompts} prompts"):
+        record(target, load_prompts(train_file), recorded, Sampling(0.7), plan.new_tokens, plan.seed, batch_size=64)
+    recipe = lab_recipe(plan)
+    with step(console, f"2. Baseline: a DFlash drafter from scratch, {plan.baseline_steps} steps"):
+        baseline = stage(recipe, "baseline", out / "baseline", target, recorded)
+    with step(console, f"3. Control: the same drafter, {plan.extra_steps} steps more, without carry"):
+        continued = stage(recipe, "continued", out / "continued", target, recorded, baseline)
+    with step(console, f"4. Carryover: the same drafter, {plan.extra_steps} steps more, on its rejected states"):
+        carryover = stage(recipe, "carryover", out / "carryover", target, recorded, baseline)
+    with step(console, f"5. Decode {plan.eval_prompts} held-out prompts: plainly and with each drafter"):
+        drafters = {str(path): load_drafter(path, target) for path in (baseline, continued, carryover)}
+        decode = Plan(plan.new_tokens, seed=plan.seed, carry_off=True)
+        results = evaluate(target, drafters, load_prompts(eval_file), out / "lab", decode)
+    if plan.smollm2_prompts:
+        with step(console, "6. SmolLM2-135M: a drafter trained for a moment, and whether it changes the text"):
+            smollm2 = smollm2_part(out / "smollm2", plan)
+        show_texts(console, out / "smollm2", smollm2)
+    page = write_report(out, "Carryover demo")
+    console.print(terminal_table(results), to_rich(gains_table(results, overall_only=True)))
+    for caution in cautions(results):
+        console.print(f"note: {caution}", markup=False, highlight=False)
+    console.print(f"{(time.monotonic() - began) / 60:.1f} minutes. The report: {page}", highlight=False)
+    return page
+
+
+def claim(out: Path, plan: DemoPlan) -> None:
+    """Marks `out` as the folder of this plan. Raises InputError when it is another's."""
+    path, text = out / "plan.json", json.dumps(asdict(plan), indent=1)
+    if path.exists() and path.read_text() != text:
+        raise InputError(f"{out} holds a demo with other amounts; name another --out, or delete it.")
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def stage(
+    recipe: Recipe, name: Stage, out: Path, target: Target, corpus: Path, start: Path | None = None
+) -> Path:
+    """Trains a stage unless it is finished, going on from what an interrupted run left."""
+    finished = out / "finished"
+    if not finished.exists():
+        train(recipe, name, out, start, resume=True, corpus=corpus, target=target)
+        finished.touch()
+    return out
+
+
+def lab_recipe(plan: DemoPlan) -> Recipe:
+    """DFlash with two layers and 15 proposals. Recipes for real targets are in the folder `recipes`."""
+    return Recipe.model_validate({
+        "target": "lab",
+        "target_dtype": "float32",
+        "seed": plan.seed,
+        "drafter": {"algorithm": "dflash", "layers": 2, "block_size": 16, "target_layer_ids": [1, 2, 3]},
+        "data": {"corpus": "recorded.jsonl", "max_length": 384, "sequence_length": 768},
+        "train": {
+            "learning_rate": 1e-3,
+            "batch_size": 4,
+            "anchors": 16,
+            "logging_steps": 10,
+            "save_steps": 100,
+            "baseline": {"steps": plan.baseline_steps},
+            "carryover": {"steps": plan.extra_steps},
+        },
+    })  # fmt: skip
+
+
+# ---- SmolLM2 -------------------------------------------------------------------------------------------------------
+def smollm2_part(out: Path, plan: DemoPlan) -> dict[str, Any]:
+    """Trains a carrying drafter for a moment and decodes prompts it has not seen, in fp32, where equal means equal."""
+    target = Target.load("smollm2", dtype="float32")
+    prompts = load_prompts(SUITES["smollm2_demo"])
+    known, held_out = prompts[: plan.smollm2_prompts], prompts[plan.smollm2_prompts :]
+    recorded = out / "recorded.jsonl"
+    out.mkdir(parents=True, exist_ok=True)
+    record(target, known, recorded, Sampling(), plan.smollm2_tokens, plan.seed, batch_size=8)
+    recipe = smollm2_recipe(plan)
+    baseline = stage(recipe, "baseline", out / "baseline", target, recorded)
+    carryover = stage(recipe, "carryover", out / "carryover", target, recorded, baseline)
+    drafters = {str(carryover): load_drafter(carryover, target)}
+    return evaluate(target, drafters, held_out, out, Plan(plan.smollm2_tokens, seed=plan.seed))
+
+
+def smollm2_recipe(plan: DemoPlan) -> Recipe:
+    """The smallest thing that trains: one layer, seven proposals."""
+    return Recipe.model_validate({
+        "target": "smollm2",
+        "target_dtype": "float32",
+        "seed": plan.seed,
+        "drafter": {"algorithm": "dflash", "layers": 1, "block_size": 8, "target_layer_ids": [8, 16, 24]},
+        "data": {"corpus": "recorded.jsonl", "max_length": 384, "sequence_length": 384},
+        "train": {
+            "learning_rate": 1e-3,
+            "anchors": 8,
+            "logging_steps": 5,
+            "baseline": {"steps": plan.smollm2_steps},
+            "carryover": {"steps": max(1, plan.smollm2_steps // 2)},
+        },
+    })  # fmt: skip
+
+
+def show_texts(console: Console, out: Path, results: dict[str, Any]) -> None:
+    """What SmolLM2 wrote, once for each method where the texts differ."""
+    tokenizer = Target.load("smollm2").tokenizer
+    assert tokenizer is not None
+    texts: dict[str, dict[str, str]] = {}
+    for line in (out / "trace.jsonl").read_text().splitlines():
+        r = json.loads(line)
+        texts.setdefault(r["prompt"], {})[r["method"]] = str(tokenizer.decode(r["generation"]["tokens"]))
+    for prompt in load_prompts(SUITES["smollm2_demo"]):
+        for method, text in _distinct(texts.get(prompt.id, {})).items():
+            console.print(f"[bold]{method}[/bold]", f"> {_one_line(prompt)}\n{text}\n", sep="\n", highlight=False)
+    for run in results["runs"][1:]:
+        s = run["overall"]
+        console.print(f"{s['identical']} of {s['prompts']} texts are those of plain decoding, token for token.")
+
+
+def _distinct(by_method: dict[str, str]) -> dict[str, str]:
+    """The texts, methods that wrote the same joined."""
+    methods: dict[str, list[str]] = {}
+    for method, text in by_method.items():
+        methods.setdefault(text, []).append(method)
+    return {" = ".join(names): text for text, names in methods.items()}
+
+
+def _one_line(prompt: Prompt) -> str:
+    text = " ".join(prompt.turns[0].split())
+    return text if len(text) <= 100 else text[:99] + "…"
+
+
+@contextmanager
+def step(console: Console, title: str) -> Iterator[None]:
+    """Announces a step and says how long it took."""
+    console.rule(f"[bold]{title}", align="left", style="dim")
+    began = time.monotonic()
+    yield
+    console.print(f"[dim]{time.monotonic() - began:.0f} s")

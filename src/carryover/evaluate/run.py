@@ -1,0 +1,278 @@
+"""Runs several methods over the same prompts, interleaved, and writes `trace.jsonl` and `results.json`.
+
+Methods are plain decoding, every drafter, and on request every carrying drafter once more with carry off. They take
+turns prompt by prompt in one process, in rotating order, so that a slow minute hits all of them. A prompt with several
+turns continues, for all methods alike, from what plain decoding answered.
+
+A finished prompt is appended to the trace at once; a run that was killed goes on where it stopped, with the same seeds.
+The trace has one line per method, prompt and turn: `{method, prompt, task, turn, generation}` (decode/trace.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..data.chat import conversation, render_prompt
+from ..data.prompts import Prompt
+from ..decode.engine import Engine
+from ..decode.sampling import Sampling
+from ..decode.trace import Generation
+from ..decode.verify import DraftSampling
+from ..drafter.modeling import Drafter
+from ..errors import InputError
+from ..target import Target
+from .environment import environment
+from .results import Run, comparisons, run_record
+
+PLAIN = "autoregressive"
+WARM_UP_TOKENS = 16
+Answers = dict[str, list[Generation]]  # method -> the responses to one prompt, one for each turn
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to decode. carry_off: run every carrying drafter once more without carry. template: options of the chat
+    template (enable_thinking and the like), which must be those of the drafter's training data."""
+
+    max_new_tokens: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+    draft_sampling: DraftSampling = "greedy"
+    seed: int = 0
+    carry_off: bool = False
+    template: dict[str, Any] = field(default_factory=dict)
+
+
+class Method(NamedTuple):
+    """A row of the results: its name, its engine, and what it drafts with."""
+
+    name: str
+    engine: Engine
+    drafter: str | None = None
+    carry: bool = False
+
+
+def evaluate(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    prompts: Sequence[Prompt],
+    out: Path,
+    plan: Plan = Plan(),
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Decodes all prompts with all methods and returns the results, which are also in `out/results.json`.
+
+    drafters: by path (or hub id), in the order of comparison. Prompts too long for the target are left out and listed
+    in the environment. Raises InputError when `out` holds an evaluation with other settings or nothing can be decoded.
+    """
+    methods = methods_of(target, drafters, plan)
+    prompts, skipped = fitting(target, plan, prompts)
+    settings = settings_of(target, drafters, prompts, plan, methods)
+    out.mkdir(parents=True, exist_ok=True)
+    trace = out / "trace.jsonl"
+    done = read_trace(trace, [m.name for m in methods])
+    session = open_session(out / "settings.json", settings, target, unfinished=len(done) < len(prompts))
+    session["skipped_prompts"] = skipped
+    if len(done) < len(prompts):
+        for method in methods:
+            method.engine.generate(ids_of(target, plan, prompts[0].turns), min(plan.max_new_tokens, WARM_UP_TOKENS))
+    with counted(len(prompts), len(done), progress) as advance:
+        for index, prompt in enumerate(prompts):
+            if prompt.id not in done:
+                turn = index % len(methods)
+                done[prompt.id] = answer(target, methods[turn:] + methods[:turn], prompt, plan)
+                append_trace(trace, prompt, done[prompt.id])
+                advance()
+    results = results_of(target, methods, prompts, done, plan, session)
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+# ---- what runs -----------------------------------------------------------------------------------------------------
+def methods_of(target: Target, drafters: Mapping[str, Drafter], plan: Plan) -> list[Method]:
+    """Plain decoding, then the drafters; a drafter without its carry comes right before itself with carry."""
+
+    def engine(drafter: Drafter | None, carry: bool = False) -> Engine:
+        return Engine(target, drafter, plan.sampling, plan.draft_sampling, carry=carry, timed=True)
+
+    methods = [Method(PLAIN, engine(None))]
+    for name, (path, drafter) in zip(short_names(list(drafters)), drafters.items(), strict=True):
+        carries = drafter.config.carry != "none"
+        if carries and plan.carry_off:
+            methods.append(Method(f"{name} (carry off)", engine(drafter), path))
+        methods.append(Method(name, engine(drafter, carries), path, carries))
+    return methods
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """The last parts of the paths, as few as tell them apart (and from plain decoding)."""
+    parts = [Path(path).parts for path in paths]
+    for count in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(p[-count:]) for p in parts]
+        if len({PLAIN, *names}) == len(names) + 1:
+            return names
+    return list(paths)
+
+
+def fitting(target: Target, plan: Plan, prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[str]]:
+    """The prompts that leave room for a response in the target's context, and the ids of the others."""
+    ids = [prompt.id for prompt in prompts]
+    twice = sorted({i for i in ids if ids.count(i) > 1}) if len(set(ids)) < len(ids) else []
+    if twice:
+        raise InputError(f"prompt ids must be unique, but {twice[0]!r} appears more than once.")
+    fits = [p for p in prompts if len(ids_of(target, plan, p.turns)) < target.max_length]
+    if not fits:
+        raise InputError(f"none of {len(prompts)} prompts fits into the target's context ({target.max_length} tokens).")
+    return fits, sorted(set(ids) - {p.id for p in fits})
+
+
+def ids_of(target: Target, plan: Plan, turns: Sequence[str], responses: Sequence[str] = ()) -> list[int]:
+    """Token ids of the next prompt: the turns up to the first one that has no response yet."""
+    if target.tokenizer is None:
+        raise InputError(f"the target {target.name!r} has no tokenizer, so it cannot read prompts.")
+    return render_prompt(target.tokenizer, conversation(turns, responses), plan.template)
+
+
+def answer(target: Target, methods: Sequence[Method], prompt: Prompt, plan: Plan) -> Answers:
+    """The responses of all methods, in the given order, to every turn of one prompt."""
+    answers: Answers = {method.name: [] for method in methods}
+    replies: list[str] = []
+    for turn in range(len(prompt.turns)):
+        ids = ids_of(target, plan, prompt.turns, replies)
+        if len(ids) >= target.max_length:
+            break
+        seed = prompt_seed(plan.seed, prompt.id, turn)
+        for method in methods:
+            answers[method.name].append(method.engine.generate(ids, plan.max_new_tokens, seed))
+        assert target.tokenizer is not None
+        replies.append(str(target.tokenizer.decode(answers[PLAIN][-1].tokens, skip_special_tokens=True)))
+    return answers
+
+
+def prompt_seed(seed: int, prompt_id: str, turn: int) -> int:
+    """A seed that depends on the prompt and not on its place in the list."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}/{turn}".encode()).digest()[:6])
+
+
+# ---- resuming ------------------------------------------------------------------------------------------------------
+def settings_of(
+    target: Target, drafters: Mapping[str, Drafter], prompts: Sequence[Prompt], plan: Plan, methods: Sequence[Method]
+) -> dict[str, Any]:
+    """Everything that must not change between the sessions of one evaluation."""
+    texts = json.dumps([[p.id, p.task, p.turns] for p in prompts])
+    return {
+        "target": target.name,
+        "target_fingerprint": target.fingerprint(),
+        "dtype": str(target.dtype),
+        "device": target.device.type,
+        "drafters": {path: weights_digest(drafter) for path, drafter in drafters.items()},
+        "methods": [method.name for method in methods],
+        "prompts": f"{len(prompts)}, {hashlib.sha256(texts.encode()).hexdigest()[:16]}",
+        **asdict(plan),
+    }
+
+
+def weights_digest(drafter: Drafter) -> str:
+    digest = hashlib.sha256(json.dumps(drafter.config.to_dict(), sort_keys=True, default=str).encode())
+    for name, tensor in drafter.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def open_session(path: Path, settings: dict[str, Any], target: Target, unfinished: bool) -> dict[str, Any]:
+    """The environment of the evaluation: recorded when it began, with the number of sessions it took so far."""
+    record = {"settings": settings, "environment": {**environment(target), "sessions": 0}}
+    if path.exists():
+        record = json.loads(path.read_text())
+        changed = [k for k, v in settings.items() if record["settings"].get(k) != json.loads(json.dumps(v))]
+        if changed:
+            raise InputError(
+                f"{path.parent} holds an evaluation with other settings ({', '.join(changed)}); name another --out, "
+                f"or delete it."
+            )
+    record["environment"]["sessions"] += unfinished
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return record["environment"]
+
+
+def append_trace(path: Path, prompt: Prompt, answers: Answers) -> None:
+    """All methods' responses to one prompt, in one write."""
+    records = [
+        {"method": method, "prompt": prompt.id, "task": prompt.task, "turn": turn, "generation": g.as_dict()}
+        for method, generations in answers.items()
+        for turn, g in enumerate(generations)
+    ]
+    with path.open("a") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records))
+
+
+def read_trace(path: Path, methods: Sequence[str]) -> dict[str, Answers]:
+    """The finished prompts of a trace, by id. What a kill left behind (a torn line, a prompt that not all methods
+    answered) is removed from the file."""
+    if not path.exists():
+        return {}
+    lines = path.read_text().splitlines(keepends=True)
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise InputError(f"{path} is damaged at line {number}; restore or delete it.") from error
+    answers: dict[str, Answers] = {}
+    turns: dict[str, int] = {}
+    for r in records:
+        answers.setdefault(r["prompt"], {}).setdefault(r["method"], []).append(Generation.from_dict(r["generation"]))
+        turns[r["prompt"]] = max(turns.get(r["prompt"], 0), r["turn"] + 1)
+    done = {
+        prompt: by_method
+        for prompt, by_method in answers.items()
+        if all(len(by_method.get(method, ())) == turns[prompt] for method in methods)
+    }
+    if len(done) < len(answers) or len(records) < len(lines):
+        path.write_text("".join(json.dumps(r) + "\n" for r in records if r["prompt"] in done))
+    return done
+
+
+# ---- results -------------------------------------------------------------------------------------------------------
+def results_of(
+    target: Target,
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    done: Mapping[str, Answers],
+    plan: Plan,
+    session: dict[str, Any],
+) -> dict[str, Any]:
+    runs = [Run(m.name, m.drafter, m.carry) for m in methods]
+    for run in runs:
+        for prompt in prompts:
+            run.by_task.setdefault(prompt.task, {})[prompt.id] = done[prompt.id][run.name]
+    return {
+        "target": target.name,
+        "temperature": plan.sampling.temperature,
+        "max_new_tokens": plan.max_new_tokens,
+        "seed": plan.seed,
+        "sampling": asdict(plan.sampling),
+        "draft_sampling": plan.draft_sampling,
+        "environment": session,
+        "runs": [run_record(run, runs[0], plan.sampling.greedy, plan.seed) for run in runs],
+        "comparisons": comparisons(runs, plan.seed),
+    }
+
+
+@contextmanager
+def counted(total: int, done: int, show: bool) -> Iterator[Any]:
+    """A progress bar over prompts, on stderr; yields what advances it by one."""
+    columns = TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
+        task = bar.add_task("prompts", total=total, completed=done)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,110 @@
+"""The tables of a report as rows of text, for the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import rich.box
+import rich.table
+
+RESULTS = ("method", "tokens / verification", "tokens / s", "speedup", "draft", "verify", "carried rows", "output")
+GAINS = ("comparison", "task", "acceptance", "speed")
+
+
+class Table(NamedTuple):
+    """Texts: column heads, and rows of the same length."""
+
+    heads: Sequence[str]
+    rows: list[list[str]]
+
+
+def results_table(results: Mapping[str, Any]) -> Table:
+    """One row per run, over all prompts."""
+    return Table(RESULTS, [_result(run["name"], run["overall"]) for run in results["runs"]])
+
+
+def task_table(results: Mapping[str, Any]) -> Table:
+    """Acceptance length by task: one row per task, one column per drafter run."""
+    runs = [run for run in results["runs"] if run["drafter"] is not None]
+    rows = [
+        [task, str(stats["prompts"]), *(_acceptance(run["tasks"][task]) for run in runs)]
+        for task, stats in results["runs"][0]["tasks"].items()
+    ]
+    return Table(("task", "prompts", *(run["name"] for run in runs)), rows)
+
+
+def gains_table(results: Mapping[str, Any], overall_only: bool = False) -> Table:
+    """One row per comparison and task, the gains over all prompts first."""
+    overall = [c for c in results["comparisons"] if c["task"] == "overall"]
+    by_task = [c for c in results["comparisons"] if c["task"] != "overall" and not overall_only]
+    rows = [
+        [f"{c['a']} against {c['b']}", c["task"], _gain(c, "acceptance_gain"), _gain(c, "speedup_gain")]
+        for c in (*overall, *by_task)
+    ]
+    return Table(GAINS, rows)
+
+
+def to_rich(table: Table, title: str = "") -> rich.table.Table:
+    """For a terminal: the first column wraps where the terminal is narrow, figures never do."""
+    shown = rich.table.Table(
+        title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for i, head in enumerate(table.heads):
+        shown.add_column(head, justify="right" if i else "left", no_wrap=i > 0)
+    for row in table.rows:
+        shown.add_row(*row)
+    return shown
+
+
+def terminal_table(results: Mapping[str, Any]) -> rich.table.Table:
+    """The columns of `results_table` that fit into 80 characters."""
+    _, rows = results_table(results)
+    keep = {"method": 0, "tokens / round": 1, "tokens / s": 2, "speedup": 3, "output": RESULTS.index("output")}
+    return to_rich(Table(list(keep), [[row[i] for i in keep.values()] for row in rows]))
+
+
+def _result(name: str, s: Mapping[str, Any]) -> list[str]:
+    return [
+        name,
+        _acceptance(s),
+        _number(s["tokens_per_second"], 1),
+        f"{_number(s['speedup'])} {_range(s['speedup_ci95'], s['prompts'])}".strip(),
+        _percent(s["draft_share"]),
+        _percent(s["verify_share"]),
+        _number(s["carried_rows"], 1),
+        _output(s),
+    ]
+
+
+def _output(s: Mapping[str, Any]) -> str:
+    if s["identical"] is None:
+        return "sampled"
+    return "identical" if not s["divergent"] else f"{s['divergent']} differ"
+
+
+def _acceptance(s: Mapping[str, Any]) -> str:
+    return f"{_number(s['acceptance_length'])} {_range(s['acceptance_length_ci95'], s['prompts'])}".strip()
+
+
+def _range(ends: Sequence[float | None], prompts: int) -> str:
+    """An interval; a single prompt has none."""
+    low, high = ends
+    if low is None or high is None or prompts < 2 or low == high:
+        return ""
+    return f"[{low:.2f}, {high:.2f}]"
+
+
+def _gain(c: Mapping[str, Any], key: str) -> str:
+    if c[key] is None:
+        return "–"
+    low, high = c[f"{key}_ci95"]
+    return f"{100 * c[key]:+.1f} %" + ("" if low is None else f" [{100 * low:+.1f}, {100 * high:+.1f}]")
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
