@@ -50,7 +50,6 @@ class DrafterTrainer(Trainer):
 
     def __init__(self, target: Target, stage: Stage, settings: StageConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        del self.drafter.config.use_cache  # set by Trainer; a drafter has no such option
         self.target, self.stage, self.settings = target, stage, settings
         loss = settings.loss
         self.objective = Objective(loss.ce, loss.l1, loss.gamma, loss.weighting, loss.dpace_alpha)
