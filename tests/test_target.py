@@ -126,6 +126,15 @@ def test_rejected_tokens_leave_no_trace(any_target: Target, kept: int):
     close(out.hidden[0], hidden[-6:])
 
 
+def test_selected_requests_go_on_alone(any_target: Target):
+    tokens, cache = draw(16, 3, 14), any_target.new_cache()
+    any_target.forward(tokens[:, :10], cache)
+    any_target.select(cache, torch.tensor([2, 0]))
+    out = any_target.forward(tokens[[2, 0], 10:], cache)
+    for row, request in enumerate((2, 0)):
+        close(out.hidden[row], reference(any_target, tokens[request].tolist())[1][10:])
+
+
 def test_crop_beyond_the_end_and_to_nothing(target: Target):
     cache = target.new_cache()
     target.forward(draw(7, 1, 6), cache)

@@ -111,10 +111,11 @@ def test_config_survives_its_own_dictionary_and_file(tmp_path):
 
 def test_attributes_hung_on_a_config_are_not_stored(tmp_path):
     c = config(carry="embedding")
-    c.use_cache = False  # as transformers' Trainer does
+    c.use_cache = False  # as transformers' Trainer does; readers know this one
+    c.pretraining_tp = 1
     Drafter(c).save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())
-    assert "use_cache" not in stored
+    assert "pretraining_tp" not in stored
     assert stored["architectures"] == ["Drafter"] and stored["model_type"] == "carryover_drafter"
     assert "transformers_version" in stored and stored["dtype"] == "float32"
     assert Drafter.from_pretrained(tmp_path).config.carry == "embedding"

@@ -103,7 +103,7 @@ class DrafterConfig(PretrainedConfig):
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without the attributes that trainers hang on a config (`use_cache`, ...), which no reader should meet."""
+        """Without the attributes that others hang on a config, which a reader would refuse."""
         known = {field.name for field in fields(self)} | FRAMEWORK_KEYS  # type: ignore[arg-type]
         return {key: value for key, value in super().to_dict().items() if key in known}
 

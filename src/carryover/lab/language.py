@@ -216,7 +216,7 @@ class Draw:
 def translation(draw: Draw) -> tuple[str, Telling]:
     """Tavo (subject, verb, object; adjectives behind nouns, time last) to Miren (time first, verb last, cases)."""
     sentences = []
-    for _ in range(draw.items(2, 4)):
+    for _ in range(draw.items(3, 4)):
         (subject, object_), verb = draw.some(w.NOUNS, 2), draw.one(w.VERBS)
         adjectives = [draw.one(w.ADJECTIVES) if draw.coin() else None for _ in range(2)]
         when = draw.one(w.WHEN) if draw.coin() else None
@@ -269,30 +269,31 @@ def math_reasoning(draw: Draw) -> tuple[str, Telling]:
 
 
 def code(draw: Draw) -> tuple[str, Telling]:
-    """A program for a specification, each line with its value as a comment, and its output."""
+    """A program for a specification, each step with its value as a comment, and its output."""
     names = draw.some(w.VARIABLES, 2 if draw.level else 1)
-    value = {name: draw.rng.randint(2, 12) for name in names}
-    spec = [f"set {name} to {value[name]} ." for name in names]
-    lines = [f"var {name} = {value[name]} ;" for name in names]
-    steps = []
-    for _ in range(draw.items(2, 4)):
-        name = draw.rng.choice(names)
-        before = value[name]
-        plus = before <= 4 or (before < w.MAX_NUMBER - 5 and draw.coin())
-        amount = draw.rng.randint(1, 5 if plus else min(5, before - 1))
-        value[name] = before + amount if plus else before - amount
-        spec.append(f"add {amount} to {name} ." if plus else f"take {amount} from {name} .")
-        sign = "+" if plus else "-"
-        steps.append((name, sign, amount, f"# {name} is {before} {sign} {amount} = {value[name]} ;"))
+    spec, lines, value = [], [], {}
+    for name in names:
+        value[name] = draw.rng.randint(2, 12)
+        spec.append(f"set {name} to {value[name]} .")
+        lines.append((name, "", value[name], ""))
+        for _ in range(draw.items(1, 2)):
+            before = value[name]
+            plus = before <= 4 or (before < w.MAX_NUMBER - 5 and draw.coin())
+            amount = draw.rng.randint(1, 5 if plus else min(5, before - 1))
+            value[name] = before + amount if plus else before - amount
+            spec.append(f"add {amount} to {name} ." if plus else f"take {amount} from {name} .")
+            sign = "+" if plus else "-"
+            lines.append((name, sign, amount, f"{before} {sign} {amount} = {value[name]}"))
     shown = draw.rng.choice(names)
 
     def tell(speaker: Speaker) -> None:
-        for line in lines:
-            speaker.say(line)
-        for name, sign, amount, comment in steps:
+        for name, sign, amount, work in lines:
+            if not sign:
+                speaker.say(f"var {name} = {amount} ;")
+                continue
             speaker.say(name)
             speaker.either(f"{sign}= {amount}", f"= {name} {sign} {amount}")
-            speaker.say(f"(;) {comment}")
+            speaker.say(f"(;) # {name} is {work} ;")
         speaker.say(f"print {shown} ; result : {value[shown]}")
 
     return f"code : {' '.join(spec)} show {shown} .", tell
@@ -312,13 +313,13 @@ def qa(draw: Draw) -> tuple[str, Telling]:
     def tell(speaker: Speaker) -> None:
         for (name, quality, thing, place), kind in asked:
             if kind == "where":
-                speaker.either(f"the {thing} (now) stands at the {place}", f"at the {place} stands the {thing}")
+                speaker.either(f"the {thing} (now) stands at the {place}", f"you find the {thing} at the {place}")
                 speaker.say(f", because {name} keeps it there .")
             elif kind == "who":
-                speaker.either(f"{name} (surely) keeps the {thing}", f"the {thing} belongs to {name}")
+                speaker.either(f"the {thing} (surely) belongs to {name}", f"as for the {thing} , {name} keeps it")
                 speaker.say(f", so it stands at the {place} .")
             else:
-                speaker.say(f"it is (clearly) the {quality} {thing} of {name} .")
+                speaker.say(f"the {thing} of {name} is (clearly) {quality} .")
 
     return f"facts : {told} questions : {questions}", tell
 
@@ -329,8 +330,7 @@ def summarization(draw: Draw) -> tuple[str, Telling]:
     names, things, places = draw.some(w.NAMES, count), draw.some(w.THINGS, count), draw.some(w.PLACES, count)
     events = [(n, draw.one(w.DEEDS), t, p) for n, t, p in zip(names, things, places, strict=True)]
     told = " ".join(
-        f"at {draw.rng.choice(w.TIMES)} {n} went to the {p} and {d} a {draw.one(w.QUALITIES)} {t} ."
-        for n, d, t, p in events
+        f"{n} {d} a {draw.one(w.QUALITIES)} {t} at the {p} at {draw.rng.choice(w.TIMES)} ." for n, d, t, p in events
     )
 
     def tell(speaker: Speaker) -> None:
@@ -408,10 +408,10 @@ TASKS: dict[str, Callable[[Draw], tuple[str, Telling]]] = {
 }
 
 # Words of the templates above that are in no pool; a test compares this list with thousands of samples.
-FIXED = """. , : ; ? ! = + - += -= # a the of and at to it is in with by
+FIXED = """. , : ; ? ! = + - += -= # a the of and at to it is in with you find as for
 translate tavo miren no ke eto first how many does have has then so finally
 code set add take from show print var result facts questions where who which at stands now there because keeps surely
-belongs clearly summarize went short document says that according sells opens only runs source tell me about
+belongs clearly summarize short document says that according sells opens only runs source tell me about
 hello dear my name sure we will bring please do you need anything else
 write story hero friend once lived called one day slowly walked met had proudly really wanted kindly shared both laughed
 home together end"""

@@ -28,7 +28,7 @@ class LabRecipe:
     """All constants of the lab target. The defaults are the packaged target's."""
 
     seed: int = 0
-    steps: int = 5000
+    steps: int = 4500
     # model
     hidden_size: int = 128
     num_layers: int = 4
@@ -45,11 +45,11 @@ class LabRecipe:
     twice: tuple[str, ...] = ("translation",)  # tasks drawn twice as often: the largest dictionary, the shortest text
     prompt_loss: float = 0.05  # weight of a prompt token, a response token has 1
     # optimisation
-    matrix_lr: float = 5e-3  # Muon, on the matrices of the layers
-    other_lr: float = 5e-3  # AdamW, on embedding and norms
+    matrix_lr: float = 4e-3  # Muon, on the matrices of the layers
+    other_lr: float = 4e-3  # AdamW, on embedding and norms
     weight_decay: float = 0.01
     warmup: int = 100
-    decay: int = 2000  # last steps, in which the learning rate falls linearly to zero
+    decay: int = 2250  # last steps, in which the learning rate falls linearly to zero
     checkpoint_every: int = 500
 
 
@@ -111,7 +111,7 @@ def make_batch(recipe: LabRecipe, step: int, words: Words) -> Batch:
 
 
 def _turns(recipe: LabRecipe, step: int, words: Words, rng: random.Random) -> list[tuple[list[int], int]]:
-    """Turns that about fill a batch, the tasks in their shares, longest first because those are the hardest to place."""
+    """Turns that about fill a batch, tasks in their shares, longest first because those are the hardest to place."""
     turns: list[tuple[list[int], int]] = []
     tasks: list[str] = []
     while sum(len(ids) for ids, _ in turns) < recipe.rows * recipe.length:
