@@ -42,7 +42,7 @@ def test_demo_and_demo_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_stages_are_compared_fairly() -> None:
     """The control takes as many steps as carryover, from the same settings; only carryover has the carry interface."""
-    for recipe in (lab_recipe(DemoPlan()), smollm2_recipe(DemoPlan())):
+    for recipe in (lab_recipe(DemoPlan(), 4), smollm2_recipe(DemoPlan())):
         shared = recipe.train.continued.model_dump()
         assert shared.items() <= recipe.train.carryover.model_dump().items()
         assert recipe.drafter.slots == "fill_in" and recipe.carry.interface == "embedding"

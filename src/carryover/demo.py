@@ -66,7 +66,7 @@ def run_demo(out: Path, plan: DemoPlan = DemoPlan(), console: Console | None = N
     recorded = out / "recorded.jsonl"
     with step(console, f"1. The lab target answers {plan.train_prompts} prompts"):
         record(target, load_prompts(train_file), recorded, Sampling(0.7), plan.new_tokens, plan.seed, batch_size=64)
-    recipe = lab_recipe(plan)
+    recipe = lab_recipe(plan, target.num_layers)
     with step(console, f"2. Baseline: a DFlash drafter from scratch, {plan.baseline_steps} steps"):
         baseline = stage(recipe, "baseline", out / "baseline", target, recorded)
     with step(console, f"3. Control: the same drafter, {plan.extra_steps} steps more, without carry"):
@@ -109,13 +109,15 @@ def stage(
     return out
 
 
-def lab_recipe(plan: DemoPlan) -> Recipe:
-    """DFlash with two layers and 15 proposals. Recipes for real targets are in the folder `recipes`."""
+def lab_recipe(plan: DemoPlan, target_layers: int) -> Recipe:
+    """DFlash with two layers and 15 proposals, on the last three layers that can be captured. Recipes for real targets are
+    in the folder `recipes`."""
+    captured = list(range(target_layers - 4, target_layers - 1))
     return Recipe.model_validate({
         "target": "lab",
         "target_dtype": "float32",
         "seed": plan.seed,
-        "drafter": {"algorithm": "dflash", "layers": 2, "block_size": 16, "target_layer_ids": [1, 2, 3]},
+        "drafter": {"algorithm": "dflash", "layers": 2, "block_size": 16, "target_layer_ids": captured},
         # Short rows: in the dense masks of CPU training every row pays for all pairs of anchors in it.
         "data": {"corpus": "recorded.jsonl", "max_length": 192, "sequence_length": 192},
         "train": {
