@@ -17,6 +17,7 @@ from carryover.decode.trace import Generation
 from carryover.drafter.config import DrafterConfig
 from carryover.drafter.modeling import Drafter
 from carryover.errors import InputError
+from carryover.evaluate.divergence import first_difference
 from carryover.evaluate.run import Plan, evaluate, ids_of, prompt_seed, read_trace, short_names
 from carryover.target import Target
 
@@ -191,3 +192,33 @@ def test_short_names() -> None:
 def test_seeds_belong_to_prompts() -> None:
     assert prompt_seed(0, "a", 0) == prompt_seed(0, "a", 0)
     assert len({prompt_seed(s, p, t) for s in (0, 1) for p in "ab" for t in (0, 1)}) == 8
+
+
+def test_divergence_is_located_and_measured(target: Target, drafters: dict[str, Drafter], tmp_path: Path) -> None:
+    """A trace in which one token was changed by hand, in the second turn of a prompt."""
+    assert target.tokenizer is not None
+    evaluate(target, {"runs/base": drafters["runs/base"]}, PROMPTS, tmp_path, PLAN, progress=False)
+    trace = tmp_path / "trace.jsonl"
+    records = [json.loads(line) for line in trace.read_text().splitlines()]
+    changed = next(r for r in records if (r["method"], r["prompt"], r["turn"]) == ("base", "c", 1))
+    tokens = changed["generation"]["tokens"]
+    original, tokens[3] = tokens[3], (tokens[3] + 1) % target.vocab_size
+    trace.write_text("".join(json.dumps(r) + "\n" for r in records))
+    results = evaluate(target, {"runs/base": drafters["runs/base"]}, PROMPTS, tmp_path, PLAN, progress=False)
+    overall = results["runs"][1]["overall"]
+    assert (overall["identical"], overall["divergent"]) == (3, 1)
+
+    said = next(r for r in records if (r["method"], r["prompt"], r["turn"]) == ("autoregressive", "c", 0))
+    first = target.tokenizer.decode(said["generation"]["tokens"], skip_special_tokens=True)
+    prompt = ids_of(target, PLAN, ["w30 w31 w32 w33", "w40"], [first])
+    logits = target.model(torch.tensor([prompt + tokens[:3]])).logits[0, -1]
+    [found] = results["divergences"]
+    gap = found.pop("logit_gap")
+    assert found == {"run": "base", "prompt": "c", "turn": 1, "position": 3}
+    assert gap == pytest.approx(float(logits[original] - logits[tokens[3]]), abs=1e-4)
+    assert gap > 0  # plain decoding took the larger one
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2, 3], [1, 4, 3]) == 1
+    assert first_difference([1, 2], [1, 2]) is None and first_difference([1, 2], [1, 2, 3]) is None

@@ -30,6 +30,7 @@ from ..decode.verify import DraftSampling
 from ..drafter.modeling import Drafter
 from ..errors import InputError
 from ..target import Target
+from .divergence import first_difference, logit_gap
 from .environment import environment
 from .results import Run, comparisons, run_record
 
@@ -152,9 +153,13 @@ def answer(target: Target, methods: Sequence[Method], prompt: Prompt, plan: Plan
         seed = prompt_seed(plan.seed, prompt.id, turn)
         for method in methods:
             answers[method.name].append(method.engine.generate(ids, plan.max_new_tokens, seed))
-        assert target.tokenizer is not None
-        replies.append(str(target.tokenizer.decode(answers[PLAIN][-1].tokens, skip_special_tokens=True)))
+        replies.append(text_of(target, answers[PLAIN][-1]))
     return answers
+
+
+def text_of(target: Target, generation: Generation) -> str:
+    assert target.tokenizer is not None
+    return str(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
 
 
 def prompt_seed(seed: int, prompt_id: str, turn: int) -> int:
@@ -266,7 +271,26 @@ def results_of(
         "environment": session,
         "runs": [run_record(run, runs[0], plan.sampling.greedy, plan.seed) for run in runs],
         "comparisons": comparisons(runs, plan.seed),
+        "divergences": divergences(target, prompts, done, plan) if plan.sampling.greedy else [],
     }
+
+
+def divergences(
+    target: Target, prompts: Sequence[Prompt], done: Mapping[str, Answers], plan: Plan
+) -> list[dict[str, Any]]:
+    """Every response that parts from plain decoding's, with the place and the gap between the two logits."""
+    found = []
+    for prompt in prompts:
+        plain = done[prompt.id][PLAIN]
+        for method, generations in done[prompt.id].items():
+            for turn, generation in enumerate(generations):
+                position = first_difference(generation.tokens, plain[turn].tokens)
+                if position is not None:
+                    ids = ids_of(target, plan, prompt.turns, [text_of(target, g) for g in plain[:turn]])
+                    gap = logit_gap(target, ids, generation.tokens, plain[turn].tokens, position)
+                    place = {"run": method, "prompt": prompt.id, "turn": turn, "position": position}
+                    found.append({**place, "logit_gap": gap})
+    return found
 
 
 @contextmanager
