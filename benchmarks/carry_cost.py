@@ -2,8 +2,8 @@
 
     python benchmarks/carry_cost.py --target smollm2 --layers 3 --rounds 60
 
-The drafter is random (its speed does not depend on its weights), so nearly every round carries all P rows: the worst case.
-Prints the median seconds of a draft with and without carry and of a verification, and the draft's share of a round.
+The drafter is random (its speed does not depend on its weights), so nearly every round carries all P rows, the worst
+case. Prints the median seconds of a draft with and without carry and of a verification, and the draft's share of a round.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def main() -> None:
     args = parser.parse_args()
     target = Target.load(args.target, args.dtype)
     recipe = Recipe.model_validate({
-        "target": args.target, "data": {"corpus": "unused"}, "train": {"baseline": {"steps": 1}, "carryover": {"steps": 1}},
+        "target": args.target, "data": {"corpus": "unused"},
+        "train": {"baseline": {"steps": 1}, "carryover": {"steps": 1}},
         "drafter": {"algorithm": "dflash", "layers": args.layers, "block_size": 16, "mask_token_id": args.mask_token},
     })  # fmt: skip
     torch.manual_seed(0)

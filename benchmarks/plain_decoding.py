@@ -30,10 +30,8 @@ def main() -> None:
     args = parser.parse_args()
     target = Target.load(args.target, args.dtype)
     assert target.tokenizer is not None
-    demo = load_prompts(SUITES["smollm2_demo"])[: args.prompts]
-    prompts = [
-        render_prompt(target.tokenizer, p.turns[:1]) for p in load_prompts(SUITES["smollm2_demo"])[: args.prompts]
-    ]
+    chosen = load_prompts(SUITES["smollm2_demo"])[: args.prompts]
+    prompts = [render_prompt(target.tokenizer, prompt.turns[:1]) for prompt in chosen]
     engine = Engine(target)
 
     def ours(ids: list[int]) -> list[int]:
