@@ -3,7 +3,8 @@
     python benchmarks/carry_cost.py --target smollm2 --layers 3 --rounds 60
 
 The drafter is random (its speed does not depend on its weights), so nearly every round carries all P rows, the worst
-case. Prints the median seconds of a draft with and without carry and of a verification, and the draft's share of a round.
+case. Prints the median seconds of a draft with and without carry and of a verification, and the draft's share of a
+round.
 """
 
 from __future__ import annotations
