@@ -115,7 +115,7 @@ def lab_recipe(plan: DemoPlan) -> Recipe:
         "target": "lab",
         "target_dtype": "float32",
         "seed": plan.seed,
-        "drafter": {"algorithm": "dflash", "layers": 2, "block_size": 16, "target_layer_ids": [1, 2, 3]},
+        "drafter": {"algorithm": "dflash", "layers": 2, "block_size": 16, "target_layer_ids": [0, 1, 2]},
         # Short rows: in the dense masks of CPU training every row pays for all pairs of anchors in it.
         "data": {"corpus": "recorded.jsonl", "max_length": 192, "sequence_length": 192},
         "train": {
