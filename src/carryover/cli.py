@@ -31,7 +31,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            typer.echo("interrupted; the same command with the same --out goes on where it stopped.", err=True)
+            typer.echo("interrupted; the same command with the same --out goes on where it stopped (`train` with --resume).", err=True)
             raise typer.Exit(130) from None
         except BrokenPipeError:
             raise
