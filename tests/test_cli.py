@@ -172,6 +172,19 @@ def test_missing_files(files: Files, tmp_path: Path) -> None:
     assert "nowhere" in call(*generate, "--trace", tmp_path / "nowhere" / "t.jsonl", "--max-new-tokens", 1, code=2)
 
 
+def test_seed_and_device_out_of_range(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = ("generate", "--target", files.target, "--prompt", "w8")
+    for seed in (-1, 2**32):
+        result = CliRunner().invoke(cli.app, [*map(str, generate), "--seed", str(seed)])
+        assert result.exit_code == 2 and "--seed" in result.stderr and "Traceback" not in result.output
+
+    def without_cuda(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.nn.Module, "to", without_cuda)
+    assert "not compiled with CUDA" in call(*generate, "--device", "cuda", code=2)
+
+
 def test_prompts_that_cannot_be_decoded(files: Files) -> None:
     generate = ("generate", "--target", files.target, "--prompt")
     assert "prompt is empty" in call(*generate, " ", code=2)

@@ -31,7 +31,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            typer.echo("interrupted; the same command with the same --out goes on where it stopped.", err=True)
+            typer.echo("interrupted; the same command with the same --out goes on where it stopped (`train` with --resume).", err=True)
             raise typer.Exit(130) from None
         except BrokenPipeError:
             raise
@@ -90,7 +90,7 @@ DraftSamplingOption = Annotated[
     typer.Option("--draft-sampling", help="How proposals are chosen above temperature 0; both are lossless."),
 ]
 MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1)]
-SeedOption = Annotated[int, typer.Option("--seed")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)]
 
 
 # ---- the whole story -----------------------------------------------------------------------------------------------

@@ -83,7 +83,8 @@ class Target:
             tokenizer = AutoTokenizer.from_pretrained(path)
         except InputError:
             raise
-        except (OSError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
+        # AssertionError: torch's way of saying that it was built without CUDA
+        except (OSError, ValueError, AttributeError, RuntimeError, AssertionError, SafetensorError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             known = "a folder, a hub id, " + " or ".join(EMBEDDED)
             raise InputError(f"cannot load the target {str(name)!r} ({known}): {reason}") from error

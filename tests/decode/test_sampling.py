@@ -69,6 +69,14 @@ def test_draws_follow_the_weights():
     assert chisquare(counts[weights > 0], weights[weights > 0] / 8 * 40_000).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
+def test_a_draw_at_the_very_edge_has_weight(u, monkeypatch):
+    """Edges of the unit interval, and the edge between two tokens: what is drawn could be drawn."""
+    monkeypatch.setattr(torch, "rand", lambda *shape, **kw: torch.full(shape, u, dtype=kw["dtype"]))
+    weights = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 3.0, 0.0, 3.0]])
+    assert draw(weights).tolist() == ([1, 2] if u == 0 else [3, 4])
+
+
 def test_choose_depends_on_the_generator_only():
     sampling, logits = Sampling(1.0), torch.randn(64, 50)
     first, again, other = (sampling.choose(logits, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))

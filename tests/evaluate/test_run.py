@@ -162,13 +162,29 @@ def test_other_settings_are_refused(target: Target, drafters: dict[str, Drafter]
         evaluate(target, other, PROMPTS[:1], tmp_path, PLAN, progress=False)
 
 
+def test_refusal_keeps_what_was_measured(target: Target, drafters: dict[str, Drafter], tmp_path: Path) -> None:
+    evaluate(target, drafters, PROMPTS[:1], tmp_path, PLAN, progress=False)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    more = {**drafters, "runs/another": drafter_for(target, 9)}
+    with pytest.raises(InputError, match="other settings \\(drafters, methods\\)"):
+        evaluate(target, more, PROMPTS[:1], tmp_path, PLAN, progress=False)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    settings = tmp_path / "settings.json"
+    for damage in ("", "{", "{}", "[]", '{"settings": {}, "environment": 1}'):
+        settings.write_text(damage)
+        with pytest.raises(InputError, match=r"settings\.json is damaged"):
+            evaluate(target, drafters, PROMPTS[:1], tmp_path, PLAN, progress=False)
+        assert (tmp_path / "trace.jsonl").read_bytes() == before["trace.jsonl"]
+
+
 def test_damaged_trace_is_refused(target: Target, drafters: dict[str, Drafter], tmp_path: Path) -> None:
     evaluate(target, drafters, PROMPTS[:2], tmp_path, PLAN, progress=False)
     trace = tmp_path / "trace.jsonl"
     lines = trace.read_text().splitlines()
-    trace.write_text("\n".join([lines[0][:30], *lines[1:]]) + "\n")
-    with pytest.raises(InputError, match="damaged at line 1"):
-        evaluate(target, drafters, PROMPTS[:2], tmp_path, PLAN, progress=False)
+    for damage in (lines[0][:30], "{}", "[]", "1"):
+        trace.write_text("\n".join([damage, *lines[1:]]) + "\n")
+        with pytest.raises(InputError, match="damaged at line 1"):
+            evaluate(target, drafters, PROMPTS[:2], tmp_path, PLAN, progress=False)
 
 
 def test_prompts_that_do_not_fit_are_left_out_and_named(tmp_path: Path) -> None:

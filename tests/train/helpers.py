@@ -17,8 +17,10 @@ def tiny_drafter(target: Target, seed: int = 0, **overrides: Any) -> Drafter:
     too."""
     settings: dict[str, Any] = {
         "vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "intermediate_size": 40,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
-        "num_target_layers": target.num_layers, "target_layer_ids": list(LayerIds.evenly_spaced(target.num_layers, 3)),
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "initializer_range": 0.3,
+        "num_target_layers": target.num_layers,
+        "target_layer_ids": list(LayerIds.evenly_spaced(target.num_layers, 3)),
         "block_size": 6, "slots": "fill_in", "mask_token_id": 5,
     }  # fmt: skip
     with torch.random.fork_rng():

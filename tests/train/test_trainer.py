@@ -133,6 +133,20 @@ def test_wrong_starts_are_refused_and_nothing_is_overwritten(target: Target, cor
         train(r, "baseline", tmp_path / "z", start=base, target=target)
     assert equal(before, weights(base))
     assert last_checkpoint(base) == base / "checkpoint-3"
+    damaged = base / "checkpoint-3" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    recorded = (base / "recipe.yaml").read_text()
+    with pytest.raises(InputError, match=r"model\.safetensors cannot be read"):
+        train(recipe(corpus, tmp_path, steps=4), "baseline", base, resume=True, target=target)
+    assert (base / "recipe.yaml").read_text() == recorded and equal(before, weights(base))
+
+
+def test_checkpoints_without_a_state_are_skipped_and_kept(tmp_path: Path) -> None:
+    for name, state in (("checkpoint-2", "{}"), ("checkpoint-4", '{"tor'), ("checkpoint-best", "{}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text(state)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    assert (tmp_path / "checkpoint-4" / "trainer_state.json").read_text() == '{"tor'
 
 
 def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint(

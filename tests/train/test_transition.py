@@ -15,7 +15,7 @@ from carryover.drafter.modeling import Drafter
 from carryover.target import Target
 from carryover.train.anchors import labels_at, sample_anchors
 from carryover.train.losses import Objective, block_loss
-from carryover.train.transition import Transition, draft, read_prefix, second_draft, transition
+from carryover.train.transition import Carried, Transition, draft, read_prefix, second_draft, transition
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"carry": "embedding"}),
@@ -246,3 +246,15 @@ def test_the_prefix_cache_is_untouched_by_verification() -> None:
     transition(drafter, target, batch, prefix, anchors)
     for layer, (keys, values) in zip(prefix.cache.layers, before, strict=True):
         assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+
+
+@pytest.mark.parametrize(("family", "overrides"), [CASES[0], CASES[4]])
+def test_anchors_in_one_sequence_and_anchors_apart_are_the_same_draft(family: str, overrides: dict[str, Any]) -> None:
+    target, drafter, batch, anchors = setup(family, overrides)
+    prefix = read_prefix(target, drafter, batch, keep_cache=True)
+    step = transition(drafter, target, batch, prefix, anchors)
+    with torch.no_grad():
+        for carried in (None, Carried(anchors, step.accepted, step.carry_features)):
+            together, apart = (draft(drafter, target, batch, prefix, step.next, carried, t) for t in (True, False))
+            valid = step.next.valid.flatten()
+            assert torch.allclose(together[valid], apart[valid], atol=1e-5)

@@ -108,17 +108,23 @@ class Drafter(PreTrainedModel):
         carry_features: Tensor | None = None,
         carry_positions: Tensor | None = None,
     ) -> Tensor:
-        """The training pass, all anchors in one forward: keys are [context | carry | block] rows, in this order.
+        """The training pass, many anchors in one forward: keys are [context | carry | block] rows, in this order.
 
-        block: embedded query tokens `[b, N*B, D]`; features `[b, S, M*Dt]` at positions `[b, S]`; carry_features
-        `[b, N*P, M*Dt]` at their original positions. masks: from `self.masks`. Returns hidden states `[b, N*B, D]`.
+        Either all anchors of a sequence share its rows, `n = b` and every block sees N*B block rows through its mask,
+        or each anchor has an entry of its own, `n = b*N`, with a copy of its sequence's context keys.
+
+        block: embedded query tokens `[n, rows, D]`; features `[b, S, M*Dt]` at positions `[b, S]`; carry_features
+        `[n, carry rows, M*Dt]` at their original positions. masks: from `self.masks`. Returns states `[n, rows, D]`.
         """
-        rows, at = self.context(features), positions
+        copies = block.shape[0] // features.shape[0]
+        kv = self.key_values(self.context(features), positions)
+        if copies > 1:
+            kv = [(k.repeat_interleave(copies, 0), v.repeat_interleave(copies, 0)) for k, v in kv]
         if carry_features is not None:
             assert carry_positions is not None
-            rows = torch.cat((rows, self.carried(carry_features)), dim=1)
-            at = torch.cat((at, carry_positions), dim=1)
-        return self.block(block, block_positions, RowKeyValues(self.key_values(rows, at)), masks)
+            carried = self.key_values(self.carried(carry_features), carry_positions)
+            kv = [(torch.cat((k, ck), 2), torch.cat((v, cv), 2)) for (k, v), (ck, cv) in zip(kv, carried, strict=True)]
+        return self.block(block, block_positions, RowKeyValues(kv), masks)
 
     def block_tokens(self, anchor_token: Tensor) -> Tensor:
         """Query tokens `[..., B]` of blocks that start with `anchor_token [...]`: the anchor, then masks."""

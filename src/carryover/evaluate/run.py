@@ -79,6 +79,7 @@ def evaluate(
     settings = settings_of(target, drafters, prompts, plan, methods)
     out.mkdir(parents=True, exist_ok=True)
     trace = out / "trace.jsonl"
+    check_settings(out / "settings.json", settings)  # first: reading the trace drops what these methods did not finish
     done = read_trace(trace, [m.name for m in methods])
     session = open_session(out / "settings.json", settings, target, unfinished=len(done) < len(prompts))
     session["skipped_prompts"] = skipped
@@ -193,17 +194,28 @@ def weights_digest(drafter: Drafter) -> str:
     return digest.hexdigest()[:16]
 
 
+def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """What the settings file records, if there is one. Raises InputError when it is damaged or has other settings."""
+    if not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text())
+        before, _ = record["settings"], record["environment"]["sessions"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged; restore it, or name another --out.") from error
+    changed = [k for k, v in settings.items() if before.get(k) != json.loads(json.dumps(v))]
+    if changed:
+        raise InputError(
+            f"{path.parent} holds an evaluation with other settings ({', '.join(changed)}); name another --out, "
+            f"or delete it."
+        )
+    return record
+
+
 def open_session(path: Path, settings: dict[str, Any], target: Target, unfinished: bool) -> dict[str, Any]:
     """The environment of the evaluation: recorded when it began, with the number of sessions it took so far."""
-    record = {"settings": settings, "environment": {**environment(target), "sessions": 0}}
-    if path.exists():
-        record = json.loads(path.read_text())
-        changed = [k for k, v in settings.items() if record["settings"].get(k) != json.loads(json.dumps(v))]
-        if changed:
-            raise InputError(
-                f"{path.parent} holds an evaluation with other settings ({', '.join(changed)}); name another --out, "
-                f"or delete it."
-            )
+    record = check_settings(path, settings)
+    record = record or {"settings": settings, "environment": {**environment(target), "sessions": 0}}
     record["environment"]["sessions"] += unfinished
     path.write_text(json.dumps(record, indent=1) + "\n")
     return record["environment"]
@@ -235,9 +247,13 @@ def read_trace(path: Path, methods: Sequence[str]) -> dict[str, Answers]:
                 raise InputError(f"{path} is damaged at line {number}; restore or delete it.") from error
     answers: dict[str, Answers] = {}
     turns: dict[str, int] = {}
-    for r in records:
-        answers.setdefault(r["prompt"], {}).setdefault(r["method"], []).append(Generation.from_dict(r["generation"]))
-        turns[r["prompt"]] = max(turns.get(r["prompt"], 0), r["turn"] + 1)
+    for number, r in enumerate(records, 1):
+        try:
+            generation = Generation.from_dict(r["generation"])
+            answers.setdefault(r["prompt"], {}).setdefault(r["method"], []).append(generation)
+            turns[r["prompt"]] = max(turns.get(r["prompt"], 0), r["turn"] + 1)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{path} is damaged at line {number}; restore or delete it.") from error
     done = {
         prompt: by_method
         for prompt, by_method in answers.items()

@@ -284,7 +284,7 @@ def code(draw: Draw) -> tuple[str, Telling]:
             spec.append(f"add {amount} to {name} ." if plus else f"take {amount} from {name} .")
             sign = "+" if plus else "-"
             lines.append((name, sign, amount, f"{before} {sign} {amount} = {value[name]}"))
-    shown = draw.rng.choice(names)
+    shown = names[-1]
 
     def tell(speaker: Speaker) -> None:
         for name, sign, amount, work in lines:
@@ -305,9 +305,9 @@ def qa(draw: Draw) -> tuple[str, Telling]:
     names, things, places = draw.some(w.NAMES, count), draw.some(w.THINGS, count), draw.some(w.PLACES, count)
     qualities = [draw.one(w.QUALITIES) for _ in range(count)]
     facts = list(zip(names, qualities, things, places, strict=True))
-    asked = [(fact, draw.rng.choice(("where", "who", "which"))) for fact in draw.rng.sample(facts, min(count, 3))]
-    told = " ".join(f"{n} has a {q} {t} at the {p} ." for n, q, t, p in facts)
-    forms = {"where": "where is the {} ?", "who": "who has the {} ?", "which": "which {} is it ?"}
+    asked = [(fact, draw.rng.choice(("where", "who", "how"))) for fact in draw.rng.sample(facts, min(count, 3))]
+    told = " ".join(f"the {t} of {n} is {q} and stands at the {p} ." for n, q, t, p in facts)
+    forms = {"where": "where is the {} ?", "who": "who has the {} ?", "how": "how is the {} ?"}
     questions = " ".join(forms[kind].format(fact[2]) for fact, kind in asked)
 
     def tell(speaker: Speaker) -> None:
@@ -350,15 +350,14 @@ def rag(draw: Draw) -> tuple[str, Telling]:
     places, things, names = draw.some(w.PLACES, count), draw.some(w.THINGS, count), draw.some(w.NAMES, count)
     hours = [draw.rng.randint(5, 12) for _ in range(count)]
     documents = list(zip(range(1, count + 1), places, things, names, hours, strict=True))
-    told = " ".join(f"document {i} : the {p} of {n} sells a {t} and opens at {h} ." for i, p, t, n, h in documents)
+    told = " ".join(f"the {p} of {n} in document {i} sells a {t} and opens at {h} ." for i, p, t, n, h in documents)
     asked = draw.rng.sample(documents, min(count, 2))
 
     def tell(speaker: Speaker) -> None:
         for i, place, thing, name, hour in asked:
-            speaker.either(f"according to document {i} ,", f"document {i} says that")
-            speaker.say(
-                f"the {place} (there) sells a {thing} . it (only) opens at {hour} and {name} runs it . source : {i} ."
-            )
+            speaker.say(f"the {place} (there)")
+            speaker.either(f"sells a {thing} , says document {i} .", f", says document {i} , sells a {thing} .")
+            speaker.say(f"it (only) opens at {hour} and {name} runs it . source : {i} .")
 
     return f"{told} tell me about the {' and the '.join(d[1] for d in asked)} .", tell
 
@@ -410,8 +409,8 @@ TASKS: dict[str, Callable[[Draw], tuple[str, Telling]]] = {
 # Words of the templates above that are in no pool; a test compares this list with thousands of samples.
 FIXED = """. , : ; ? ! = + - += -= # a the of and at to it is in with you find as for
 translate tavo miren no ke eto first how many does have has then so finally
-code set add take from show print var result facts questions where who which at stands now there because keeps surely
-belongs clearly summarize short document says that according sells opens only runs source tell me about
+code set add take from show print var result facts questions where who at stands now there because keeps surely
+belongs clearly summarize short document says sells opens only runs source tell me about
 hello dear my name sure we will bring please do you need anything else
 write story hero friend once lived called one day slowly walked met had proudly really wanted kindly shared both laughed
 home together end"""

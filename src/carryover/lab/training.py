@@ -28,7 +28,7 @@ class LabRecipe:
     """All constants of the lab target. The defaults are the packaged target's."""
 
     seed: int = 0
-    steps: int = 4500
+    steps: int = 5500
     # model
     hidden_size: int = 128
     num_layers: int = 4
@@ -49,7 +49,7 @@ class LabRecipe:
     other_lr: float = 4e-3  # AdamW, on embedding and norms
     weight_decay: float = 0.01
     warmup: int = 100
-    decay: int = 2250  # last steps, in which the learning rate falls linearly to zero
+    decay: int = 2750  # last steps, in which the learning rate falls linearly to zero
     checkpoint_every: int = 500
 
 

@@ -27,7 +27,7 @@ def _syllables(consonants: str, vowels: str, coda: str = "") -> list[str]:
 
 _rng = random.Random(2609)
 _taken: set[str] = set()
-NAMES = [n.capitalize() for n in _invent(_rng, 60, _syllables("bdfjklmnrtvz", "aeio", "ln"), (2,), _taken)]
+NAMES = [n.capitalize() for n in _invent(_rng, 96, _syllables("bdfjklmnrtvz", "aeio", "ln"), (2,), _taken)]
 
 # ---- English words: the first of each group is the canonical one -----------------------------------------------------
 _THINGS = (
@@ -102,8 +102,8 @@ def _lexicon(count: int, tavo_endings: tuple[str, ...], miren_endings: tuple[str
     return entries
 
 
-NOUNS = _lexicon(56, ("", "ji"), ("", "ka"))  # singular, plural
-VERBS = _lexicon(28, ("sa", "sen"), ("mo", "mul"))  # present, past
+NOUNS = _lexicon(60, ("", "ji"), ("", "ka"))  # singular, plural
+VERBS = _lexicon(20, ("sa", "sen"), ("mo", "mul"))  # present, past
 ADJECTIVES = _lexicon(20, ("we",), ("o", "oka"))  # Miren adjectives agree with their noun in number
 WHEN = _lexicon(10, ("x",), ("ta",))
 

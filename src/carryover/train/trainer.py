@@ -12,7 +12,6 @@ Letters: `b` packed rows, `S` tokens, `N` anchors, `P` proposals. Source: SPEC 2
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -276,14 +275,14 @@ def with_carry(drafter: Drafter, recipe: Recipe) -> Drafter:
 
 
 def last_checkpoint(out: Path) -> Path | None:
-    """The newest complete checkpoint; ones that a kill left half-written are removed (their state file comes last)."""
+    """The newest complete checkpoint; ones that a kill left half-written are skipped (their state file comes last)."""
     complete = []
-    for folder in out.glob("checkpoint-*"):
+    for folder in out.glob("checkpoint-[0-9]*"):
         try:
             json.loads((folder / "trainer_state.json").read_text())
             complete.append(folder)
         except (OSError, ValueError):
-            shutil.rmtree(folder)
+            continue
     return max(complete, key=lambda folder: int(folder.name.split("-")[1]), default=None)
 
 
@@ -308,6 +307,8 @@ def train(
     checkpoint = last_checkpoint(out) if out.exists() else None
     if checkpoint is not None and not resume:
         raise InputError(f"{out} already holds checkpoints; add --resume to go on, or name another --out.")
+    if checkpoint is not None:
+        load_drafter(checkpoint)  # damage is named before anything is written
     target = target or Target.load(recipe.target, dtype=recipe.target_dtype)
     drafter = start_drafter(recipe, stage, target, start)
     check_fits(drafter.config, target)

@@ -62,34 +62,55 @@ def read_prefix(target: Target, drafter: Drafter, batch: Batch, keep_cache: bool
     return Prefix(out.hidden, out.features, rows, cache)
 
 
+class Carried(NamedTuple):
+    """What the last verification of each anchor leaves: the verified anchors, accepted `[b, N]`, features `[b, N*P,
+    M*D]`."""
+
+    anchors: Anchors
+    accepted: Tensor
+    features: Tensor
+
+
 def draft(
     drafter: Drafter,
     target: Target,
     batch: Batch,
     prefix: Prefix,
     anchors: Anchors,
-    carry: Rows | None = None,
-    carry_features: Tensor | None = None,
+    carried: Carried | None = None,
+    together: bool | None = None,
 ) -> Tensor:
     """Runs the query blocks of all anchors in one forward; returns their states `[b*N, B, D]`.
 
-    carry: rows `[b, N*P]` of the same N anchors, with their features `[b, N*P, M*D]`; None drafts without carry.
+    carried: of the same N anchors; None drafts without carry. together: all anchors of a packed row in one sequence of
+    rows, for flex attention, which skips what is masked; else each anchor is an entry of its own, so that a dense mask
+    never spans the rows of other anchors. None: together on an accelerator.
     """
-    queries = block_rows(anchors.position, anchors.document, drafter.config.block_size)
-    parts = [prefix.rows, queries] if carry is None else [prefix.rows, carry, queries]
-    masks = drafter.masks(queries, concat(*parts), use_flex=drafter.device.type == "cuda")
-    tokens = drafter.block_tokens(batch["input_ids"].gather(1, anchors.column))
-    dtype = drafter.dtype
+    together = drafter.device.type == "cuda" if together is None else together
+    dtype, block_size = drafter.dtype, drafter.config.block_size
+
+    def entries(x: Tensor) -> Tensor:
+        return x if together else x.reshape(-1, 1)
+
+    queries = block_rows(entries(anchors.position), entries(anchors.document), block_size)
+    copies = queries.kind.shape[0] // prefix.rows.kind.shape[0]
+    keys, carry_features, carry_positions = [prefix.rows.map(lambda f: f.repeat_interleave(copies, 0))], None, None
+    if carried is not None:
+        old, proposals = carried.anchors, drafter.config.num_proposals
+        rows = carry_rows(entries(old.position), entries(old.document), entries(carried.accepted), proposals)
+        keys.append(rows)
+        carry_features, carry_positions = carried.features.to(dtype).view(*rows.kind.shape, -1), rows.position
+    tokens = drafter.block_tokens(batch["input_ids"].gather(1, anchors.column)).view_as(queries.position)
     hidden = drafter(
-        target.embed(tokens.flatten(1)).to(dtype),
+        target.embed(tokens).to(dtype),
         queries.position,
-        masks,
+        drafter.masks(queries, concat(*keys, queries), use_flex=together),
         prefix.features.to(dtype),
         batch["positions"],
-        None if carry_features is None else carry_features.to(dtype),
-        None if carry is None else carry.position,
+        carry_features,
+        carry_positions,
     )
-    return hidden.view(-1, drafter.config.block_size, hidden.shape[-1])
+    return hidden.view(-1, block_size, hidden.shape[-1])
 
 
 @torch.no_grad()
@@ -162,7 +183,6 @@ def second_draft(
 
     drop `[b, N]`: anchors whose carry is withheld (carry dropout), as after full acceptance.
     """
-    proposals = step.proposals.shape[-1]
-    accepted = step.accepted if drop is None else torch.where(drop, proposals, step.accepted)
-    rows = carry_rows(step.anchors.position, step.anchors.document, accepted, proposals)
-    return draft(drafter, target, batch, prefix, step.next, rows, step.carry_features)
+    accepted = step.accepted if drop is None else torch.where(drop, step.proposals.shape[-1], step.accepted)
+    carried = Carried(step.anchors, accepted, step.carry_features)
+    return draft(drafter, target, batch, prefix, step.next, carried)
