@@ -110,8 +110,8 @@ def stage(
 
 
 def lab_recipe(plan: DemoPlan, target_layers: int) -> Recipe:
-    """DFlash with two layers and 15 proposals, on the last three layers that can be captured. Recipes for real targets are
-    in the folder `recipes`."""
+    """DFlash with two layers and 15 proposals, on the last three layers that can be captured. Recipes for real
+    targets are in the folder `recipes`."""
     captured = list(range(target_layers - 4, target_layers - 1))
     return Recipe.model_validate({
         "target": "lab",
@@ -119,7 +119,7 @@ def lab_recipe(plan: DemoPlan, target_layers: int) -> Recipe:
         "seed": plan.seed,
         "drafter": {"algorithm": "dflash", "layers": 2, "block_size": 16, "target_layer_ids": captured},
         "data": {"corpus": "recorded.jsonl", "max_length": 192, "sequence_length": 192},
-        # Many small steps of Muon: for the same seconds of a CPU, twice the acceptance length of AdamW on larger batches.
+        # Many small steps of Muon: a drafter has to become useful within minutes of a CPU.
         "train": {
             "optimizer": "muon",
             "learning_rate": 1e-2,
