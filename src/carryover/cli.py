@@ -31,7 +31,8 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            typer.echo("interrupted; the same command with the same --out goes on where it stopped (`train` with --resume).", err=True)
+            again = "the same command with the same --out goes on where it stopped (`train` with --resume)"
+            typer.echo(f"interrupted; {again}.", err=True)
             raise typer.Exit(130) from None
         except BrokenPipeError:
             raise
