@@ -17,7 +17,7 @@ from carryover.lab.training import LabRecipe, Words, level_at, make_batch, train
 
 TINY = LabRecipe(
     steps=6, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32, rows=2,
-    length=96, warmup=2, checkpoint_every=3, curriculum=(2, 4), decay=3,
+    length=96, warmup=2, checkpoint_every=3, curriculum=(1, 2, 4), decay=3,
 )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_chat_template_renders_one_and_many_turns(tokenizer):
 
 def test_batches_are_a_function_of_seed_and_step_and_conversations_are_apart():
     words = Words(build_tokenizer())
-    recipe = LabRecipe(rows=4, steps=10, two_turns=0.3)
+    recipe = LabRecipe(rows=4, steps=10, two_turns=0.7, curriculum=(0, 0, 0))
     one, two = (make_batch(recipe, 9, words) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert not torch.equal(one.tokens, make_batch(recipe, 8, words).tokens)
@@ -87,18 +87,36 @@ def test_batches_are_a_function_of_seed_and_step_and_conversations_are_apart():
                 assert visible.tolist() == [i]
     assert one.weights.unique().tolist() == pytest.approx([0, recipe.prompt_loss, 1])
     assert (one.positions[one.tokens == user] > 0).any()  # some conversations have a second turn
-    assert [level_at(LabRecipe(curriculum=(10, 50)), s) for s in (0, 9, 10, 49, 50, 99)] == [0, 0, 1, 1, 2, 2]
+    assert [level_at(LabRecipe(curriculum=(5, 10, 50)), s) for s in (0, 5, 9, 10, 49, 50)] == [-1, 0, 0, 1, 1, 2]
 
 
 def test_training_sees_the_training_split_only():
     words = Words(build_tokenizer())
     text = {v: k for k, v in words.ids.items()}
-    recipe = LabRecipe(rows=4, steps=10, two_turns=0)
+    recipe = LabRecipe(rows=4, steps=10, two_turns=0, curriculum=(0, 0, 0), drills_mixed=(0, 0))
     said = " ".join(
         " ".join(text[i] for i in row) for s in range(8) for row in make_batch(recipe, s, words).tokens.tolist()
     )
     prompts = [turn.split(" <|end|> ")[0].strip() for turn in said.split("<|user|>")[1:] if " <|end|> " in turn]
     assert len(prompts) > 40 and not any(language.held_out(p) for p in prompts)
+
+
+def test_a_drill_weighs_only_words_that_its_prompt_tells():
+    words = Words(build_tokenizer())
+    recipe = LabRecipe(rows=2, two_turns=0)
+    batch = make_batch(recipe, 0, words)
+    asked = 0
+    for tokens, targets, weights in zip(
+        batch.tokens.tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True
+    ):
+        for i, weight in enumerate(weights):
+            assert weight in (0, 1)
+            if weight:
+                start = max(k for k in range(i) if tokens[k] == words.ids["<|user|>"])
+                prompt = tokens[start + 1 : tokens.index(words.ids["<|end|>"], start)]
+                assert dict(zip(prompt[::2], prompt[1::2], strict=True))[tokens[i]] == targets[i]
+                asked += 1
+    assert asked > 40
 
 
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
@@ -129,7 +147,7 @@ def test_the_packaged_target_has_the_size_and_form_that_drafters_need(model, tok
 
 
 # What the packaged target has not learned: to bind an answer to the fact it belongs to (docs/lab.md).
-WEAK = ("qa", "rag", "dialogue")
+WEAK = ("qa", "rag")
 
 
 def test_the_packaged_target_has_learned_the_grammar_of_most_tasks(model, tokenizer, card):
@@ -140,8 +158,8 @@ def test_the_packaged_target_has_learned_the_grammar_of_most_tasks(model, tokeni
     measured = card["measured"]
     for task in set(language.TASKS) - set(WEAK):
         assert measured["tasks"][task]["loss"] < 1.05 * measured["tasks"][task]["entropy"]
-    assert measured["overall"]["loss"] < 1.15 * measured["overall"]["entropy"]
-    assert loss < 1.2 * entropy  # few prompts: the mean is a little rough
+    assert measured["overall"]["loss"] < 1.08 * measured["overall"]["entropy"]
+    assert loss < 1.12 * entropy  # few prompts: the mean is a little rough
     others = [examples[(i + 1) % len(examples)].prompt for i in range(len(examples))]
     shuffled = response_losses(model, tokenizer, [(p, e.response) for p, e in zip(others, examples, strict=True)])
     assert float(sum(x.sum() for x in shuffled)) / tokens > 4 * loss
@@ -151,7 +169,7 @@ def test_the_packaged_target_says_right_responses_in_most_tasks(model, tokenizer
     examples = [e for e in held_out_examples(3, seed=8) if e.task not in WEAK]
     texts = responses(model, tokenizer, [e.prompt for e in examples], temperature=0.0)
     right = [t is not None and language.score(e, t) > -1e9 for t, e in zip(texts, examples, strict=True)]
-    assert len(right) == 15 and sum(right) >= 0.85 * len(right)
+    assert len(right) == 18 and sum(right) >= 0.85 * len(right)
     assert card["measured"]["overall"]["loops_t0"] < 0.05 and card["measured"]["overall"]["loops_t1"] < 0.02
 
 

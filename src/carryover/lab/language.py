@@ -306,20 +306,19 @@ def qa(draw: Draw) -> tuple[str, Telling]:
     qualities = [draw.one(w.QUALITIES) for _ in range(count)]
     facts = list(zip(names, qualities, things, places, strict=True))
     asked = [(fact, draw.rng.choice(("where", "who", "how"))) for fact in draw.rng.sample(facts, min(count, 3))]
-    told = " ".join(f"the {t} of {n} is {q} and stands at the {p} ." for n, q, t, p in facts)
+    told = " ".join(f"the {t} {n} has is {q} and stands at the {p} ." for n, q, t, p in facts)
     forms = {"where": "where is the {} ?", "who": "who has the {} ?", "how": "how is the {} ?"}
     questions = " ".join(forms[kind].format(fact[2]) for fact, kind in asked)
 
     def tell(speaker: Speaker) -> None:
         for (name, quality, thing, place), kind in asked:
             if kind == "where":
-                speaker.either(f"the {thing} (now) stands at the {place}", f"you find the {thing} at the {place}")
-                speaker.say(f", because {name} keeps it there .")
+                speaker.either(f"the {thing} {name} has (now) stands at", f"you find the {thing} {name} has at")
+                speaker.say(f"the {place} , because {name} keeps it there .")
             elif kind == "who":
-                speaker.either(f"the {thing} (surely) belongs to {name}", f"as for the {thing} , {name} keeps it")
-                speaker.say(f", so it stands at the {place} .")
+                speaker.say(f"the {thing} {name} has is the {quality} {thing} , so (surely) ask {name} .")
             else:
-                speaker.say(f"the {thing} of {name} is (clearly) {quality} .")
+                speaker.say(f"the {thing} {name} has is (clearly) {quality} .")
 
     return f"facts : {told} questions : {questions}", tell
 
@@ -350,14 +349,14 @@ def rag(draw: Draw) -> tuple[str, Telling]:
     places, things, names = draw.some(w.PLACES, count), draw.some(w.THINGS, count), draw.some(w.NAMES, count)
     hours = [draw.rng.randint(5, 12) for _ in range(count)]
     documents = list(zip(range(1, count + 1), places, things, names, hours, strict=True))
-    told = " ".join(f"the {p} of {n} in document {i} sells a {t} and opens at {h} ." for i, p, t, n, h in documents)
+    told = " ".join(f"the {p} {n} runs in document {i} sells a {t} and opens at {h} ." for i, p, t, n, h in documents)
     asked = draw.rng.sample(documents, min(count, 2))
 
     def tell(speaker: Speaker) -> None:
         for i, place, thing, name, hour in asked:
-            speaker.say(f"the {place} (there)")
+            speaker.say(f"the {place} {name} runs (there)")
             speaker.either(f"sells a {thing} , says document {i} .", f", says document {i} , sells a {thing} .")
-            speaker.say(f"it (only) opens at {hour} and {name} runs it . source : {i} .")
+            speaker.say(f"it (only) opens at {hour} , so ask {name} . source : {i} .")
 
     return f"{told} tell me about the {' and the '.join(d[1] for d in asked)} .", tell
 
@@ -407,10 +406,10 @@ TASKS: dict[str, Callable[[Draw], tuple[str, Telling]]] = {
 }
 
 # Words of the templates above that are in no pool; a test compares this list with thousands of samples.
-FIXED = """. , : ; ? ! = + - += -= # a the of and at to it is in with you find as for
+FIXED = """. , : ; ? ! = + - += -= # a the of and at to it is in with you find ask
 translate tavo miren no ke eto first how many does have has then so finally
 code set add take from show print var result facts questions where who at stands now there because keeps surely
-belongs clearly summarize short document says sells opens only runs source tell me about
+clearly summarize short document says sells opens only runs source tell me about
 hello dear my name sure we will bring please do you need anything else
 write story hero friend once lived called one day slowly walked met had proudly really wanted kindly shared both laughed
 home together end"""
