@@ -169,7 +169,15 @@ def test_missing_files(files: Files, tmp_path: Path) -> None:
     assert "nowhere" in call("report", tmp_path / "nowhere", code=2)
     assert "nowhere" in call("parity", tmp_path / "nowhere", code=2)
     assert "nowhere" in call("train", tmp_path / "nowhere", "--stage", "baseline", "--out", tmp_path / "o", code=2)
-    assert "nowhere" in call(*generate, "--trace", tmp_path / "nowhere" / "t.jsonl", "--max-new-tokens", 1, code=2)
+    assert "no packaged suite of that name (smollm2_demo)" in call(*evaluate, "smollm2_dem", code=2)
+
+
+def test_a_trace_that_cannot_be_written_is_named_before_decoding(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "rounds", lambda *args: pytest.fail("decoded"))
+    for place in (tmp_path / "nowhere" / "t.jsonl", tmp_path):
+        assert str(place) in call("generate", "--target", files.target, "--prompt", "w8", "--trace", place, code=2)
 
 
 def test_seed_and_device_out_of_range(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +190,7 @@ def test_seed_and_device_out_of_range(files: Files, monkeypatch: pytest.MonkeyPa
         raise AssertionError("Torch not compiled with CUDA enabled")
 
     monkeypatch.setattr(torch.nn.Module, "to", without_cuda)
+    assert "there is no device 'gpu'; name cpu, cuda" in call(*generate, "--device", "gpu", code=2)
     assert "not compiled with CUDA" in call(*generate, "--device", "cuda", code=2)
 
 

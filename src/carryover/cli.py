@@ -264,6 +264,9 @@ def generate(
     sampling, options = Sampling(temperature, top_k, top_p, min_p), _template(template)
     if not prompt.strip():
         raise InputError("the prompt is empty.")
+    if trace is not None:
+        with trace.open("a"):  # a place that cannot be written to is named before anything is decoded
+            pass
     loaded = _target(target, dtype, device)
     tokenizer = loaded.tokenizer
     assert tokenizer is not None

@@ -202,7 +202,7 @@ class Recipe(Section):
 
     target: str  # folder, hub id, `smollm2` or `lab`
     target_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     drafter: DrafterShape
     carry: CarryConfig = CarryConfig()
     data: DataConfig
@@ -225,7 +225,7 @@ class Recipe(Section):
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         """Reads a YAML file; overrides are `dotted.key=value` with a YAML value. Raises InputError in one sentence."""
         try:
-            raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            raw = yaml.load(Path(path).read_text(encoding="utf-8"), _NoRepeats)
         except OSError as error:
             raise InputError(f"cannot read the recipe {path}: {error.strerror}.") from error
         except yaml.YAMLError as error:
@@ -242,6 +242,18 @@ class Recipe(Section):
     def to_yaml(self) -> str:
         """The resolved recipe; loading it again gives an equal one."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+class _NoRepeats(yaml.SafeLoader):
+    """YAML says that a repeated key is an error; its parser lets the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} is repeated", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 # ---- what the file leaves out ----------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from .data.record import record
 from .decode.sampling import Sampling
 from .errors import InputError
 from .evaluate.run import Plan, evaluate
+from .files import write_text
 from .formats import load_drafter
 from .lab import write_prompts
 from .report import cautions, write_report
@@ -95,12 +96,10 @@ def claim(out: Path, plan: DemoPlan) -> None:
     if path.exists() and path.read_text() != text:
         raise InputError(f"{out} holds a demo with other amounts; name another --out, or delete it.")
     out.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    write_text(path, text)
 
 
-def stage(
-    recipe: Recipe, name: Stage, out: Path, target: Target, corpus: Path, start: Path | None = None
-) -> Path:
+def stage(recipe: Recipe, name: Stage, out: Path, target: Target, corpus: Path, start: Path | None = None) -> Path:
     """Trains a stage unless it is finished, going on from what an interrupted run left."""
     finished = out / "finished"
     if not finished.exists():

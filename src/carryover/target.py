@@ -53,6 +53,13 @@ def _check_family(family: str) -> None:
         raise InputError(f"the target family {family!r} is not supported; supported are {', '.join(FAMILIES)}.")
 
 
+def _check_device(device: str | torch.device) -> None:
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"there is no device {str(device)!r}; name cpu, cuda, or one of several as cuda:1.") from error
+
+
 class Target:
     """A frozen target: no method changes a weight, and only `head` lets a gradient through."""
 
@@ -75,6 +82,7 @@ class Target:
         """
         from .embedded import EMBEDDED
 
+        _check_device(device)
         path = EMBEDDED[str(name)]() if str(name) in EMBEDDED else name
         try:
             _check_family(AutoConfig.from_pretrained(path).model_type)

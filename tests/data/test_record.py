@@ -204,6 +204,20 @@ def test_turns_are_answered_in_sequence(target, tmp_path):
     assert by_id(out) == found
 
 
+def test_what_cannot_be_recorded_leaves_nothing_behind(target, tmp_path):
+    small = tiny_target("llama", max_position_embeddings=16)
+    with pytest.raises(InputError, match="none of 2 prompts fits into the target's context \\(16 tokens\\)"):
+        run(small, tmp_path / "r.jsonl", [Prompt(i, "t", ["w9 " * 20]) for i in "ab"])
+    chat = tiny_target("llama")
+    chat.tokenizer.chat_template = "{{ raise_exception('no ' + mood) }}"
+    with pytest.raises(InputError, match="no grim"):
+        run(chat, tmp_path / "r.jsonl", prompts(), options={"mood": "grim"})
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match="is a folder; name a file in it"):
+        run(target, tmp_path / "folder", prompts())
+
+
 def test_context_end(tmp_path):
     """A response stops where the target's context ends; a prompt that fills it is left out and counted."""
     target = tiny_target("llama", max_position_embeddings=16)

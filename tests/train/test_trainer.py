@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def test_resume_equals_an_uninterrupted_run(
         assert last_checkpoint(kept) == kept / f"checkpoint-{last}"
         train(r, stage, kept, start=start, resume=True, target=target, progress=False)
         assert equal(weights(whole), weights(kept))
+        assert log(kept, "step") == log(whole, "step")  # none twice
 
 
 def test_accumulating_micro_batches_equals_one_larger_batch(target: Target, corpus: Path, tmp_path: Path) -> None:
@@ -137,8 +139,48 @@ def test_wrong_starts_are_refused_and_nothing_is_overwritten(target: Target, cor
     damaged.write_bytes(damaged.read_bytes()[:100])
     recorded = (base / "recipe.yaml").read_text()
     with pytest.raises(InputError, match=r"model\.safetensors cannot be read"):
-        train(recipe(corpus, tmp_path, steps=4), "baseline", base, resume=True, target=target)
+        train(r, "baseline", base, resume=True, target=target)
     assert (base / "recipe.yaml").read_text() == recorded and equal(before, weights(base))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_damaged_optimizer_is_named_and_the_checkpoint_before_it_is_enough(
+    name: str, target: Target, corpus: Path, tmp_path: Path
+) -> None:
+    r = recipe(corpus, tmp_path)
+    whole = train(r, "baseline", tmp_path / "whole", target=target, progress=False)
+    out = train(r, "baseline", tmp_path / "cut", target=target, progress=False)
+    file = out / "checkpoint-8" / name
+    for damage in (file.read_bytes()[: file.stat().st_size // 2], b"", None):
+        file.write_bytes(damage) if damage is not None else file.unlink()
+        with pytest.raises(InputError, match=rf"{name} is missing or damaged; delete the folder .*checkpoint-8"):
+            train(r, "baseline", out, resume=True, target=target, progress=False)
+    shutil.rmtree(out / "checkpoint-8")
+    assert equal(weights(train(r, "baseline", out, resume=True, target=target, progress=False)), weights(whole))
+
+
+def test_another_run_is_not_gone_on_with(target: Target, corpus: Path, tmp_path: Path) -> None:
+    r = recipe(corpus, tmp_path, steps=3)
+    base = train(r, "baseline", tmp_path / "base", target=target, progress=False)
+    other = train(recipe(corpus, tmp_path, steps=2), "baseline", tmp_path / "other", target=target, progress=False)
+    grown = tmp_path / "grown.jsonl"
+    grown.write_text(corpus.read_text() + corpus.read_text().splitlines()[0] + "\n")
+    out = train(r, "continued", tmp_path / "out", start=base, target=target, progress=False)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    changed: list[tuple[Recipe, Any, Path, Path, str]] = [
+        (recipe(corpus, tmp_path, steps=3, anchors=5), "continued", base, corpus, r"train\.anchors"),
+        (recipe(corpus, tmp_path, steps=5), "continued", base, corpus, r"train\.steps"),
+        (r, "continued", other, corpus, "start"),
+        (r, "continued", base, grown, "corpus"),
+        (r, "carryover", base, corpus, "stage"),
+    ]
+    for settings, stage, start, data, message in changed:
+        with pytest.raises(InputError, match=rf"other settings \(.*{message}.*name another --out"):
+            train(settings, stage, out, start, resume=True, corpus=data, target=target, progress=False)
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    unrelated = r.model_copy(update={"evaluate": r.evaluate.model_copy(update={"limit": 3})})
+    train(unrelated, "continued", out, base, resume=True, target=target, progress=False)
+    assert equal(weights(out), Drafter.from_pretrained(out / "checkpoint-3").state_dict())
 
 
 def test_checkpoints_without_a_state_are_skipped_and_kept(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ Letters: `b` packed rows of a batch, `S` tokens of a row. Source: SPEC 2.4, 9.8 
 from __future__ import annotations
 
 import bisect
+import hashlib
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -215,6 +217,14 @@ class PackedRows(torch.utils.data.Dataset):
 
     def __len__(self) -> int:
         return len(self.members)
+
+    def digest(self) -> str:
+        """Of all tokens and masks, in their order."""
+        digest = hashlib.sha256(json.dumps(self.members).encode())
+        for batch in self.dataset.with_format("arrow", columns=["input_ids", "loss_mask"]).iter(CHUNK):
+            for name in ("input_ids", "loss_mask"):
+                digest.update(pc.list_flatten(batch[name]).to_numpy(zero_copy_only=False).tobytes())
+        return digest.hexdigest()[:16]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         documents = [self.dataset[i] for i in self.members[index]]

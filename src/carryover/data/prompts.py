@@ -43,7 +43,10 @@ def load_prompts(
     """
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
+    suites = ", ".join(SUITES)
     for path in [paths] if isinstance(paths, str | Path) else paths:
+        if str(path) not in SUITES and not Path(path).exists():
+            raise InputError(f"there is no file or folder {path}, and no packaged suite of that name ({suites}).")
         for file in jsonl_files(SUITES.get(str(path), Path(path))):
             for where, record in read_jsonl(file):
                 prompt = _prompt(where, record, file)

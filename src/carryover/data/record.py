@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ..decode.sampling import Sampling
 from ..errors import InputError
+from ..files import write_text
 from ..rows import Rows, concat, context_rows
 from ..target import Target
 from .chat import Options, conversation, render_prompt, template_fingerprint
@@ -75,7 +76,7 @@ def record(
     Each line is {id, task, source, licence, prompt, prompt_ids, response_ids, response, finish}; of a prompt with
     several turns each is answered in sequence, as id#1, id#2 and so on. options: of the chat template. respond, engine:
     another way of generating and its name. Raises InputError, before anything is written, if `out` was recorded under
-    other conditions.
+    other conditions, if no prompt fits into the context, or if the template cannot render one.
     """
     out = Path(out)
     assert target.tokenizer is not None
@@ -91,12 +92,16 @@ def record(
         "template_options": dict(options or {}),
         "prompts": len(prompts),
     }
+    requests, unfit = _requests(target, prompts, 0, {}, options)  # before anything is written: it may raise
+    if prompts and not requests:
+        raise InputError(f"none of {len(prompts)} prompts fits into the target's context ({target.max_length} tokens).")
     answers = _open_recording(out, manifest)
     found, written, too_long = len(answers), 0, 0
     with out.open("ab") as file, _bar(progress) as bar:
         task = bar.add_task("recording", total=sum(len(p.turns) for p in prompts), tokens=0)
         for turn in range(max((len(p.turns) for p in prompts), default=0)):
-            requests, unfit = _requests(target, prompts, turn, answers, options)
+            if turn:
+                requests, unfit = _requests(target, prompts, turn, answers, options)
             too_long += unfit
             bar.update(task, completed=found + written + too_long)
             for batch in _batches(requests, answers.keys(), batch_size, seed):
@@ -233,6 +238,8 @@ def read_manifest(recording: Path) -> dict[str, Any] | None:
 
 def _open_recording(out: Path, manifest: dict[str, Any]) -> dict[str, str]:
     """Prepares `out` for appending and returns the responses it holds, by id."""
+    if out.is_dir():
+        raise InputError(f"{out} is a folder; name a file in it, such as {out / 'recorded.jsonl'}.")
     if out.suffix == ".gz":
         raise InputError(f"a recording grows line by line and cannot be compressed; name it {out.with_suffix('')}.")
     before = read_manifest(out)
@@ -240,10 +247,7 @@ def _open_recording(out: Path, manifest: dict[str, Any]) -> dict[str, str]:
         if out.exists() and out.stat().st_size:
             raise InputError(f"{out} exists without a manifest, so nothing says what recorded it; name another --out.")
         out.parent.mkdir(parents=True, exist_ok=True)
-        path = manifest_path(out)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        write_text(manifest_path(out), json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         return {}
     for key in manifest.keys() - set(DESCRIPTIVE):
         if before.get(key) != manifest[key]:

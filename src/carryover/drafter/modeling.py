@@ -9,6 +9,8 @@ hidden size, `D` hidden, `V` vocabulary, `G` key/value heads, `hd` head size.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,6 +63,14 @@ class Drafter(PreTrainedModel):
         self.post_init()
         if config.carry != "none":
             self.carry.start_from(self.fc)
+
+    def digest(self) -> str:
+        """Of configuration and weights, to tell drafters apart."""
+        digest = hashlib.sha256(json.dumps(self.config.to_dict(), sort_keys=True, default=str).encode())
+        for name, tensor in self.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.detach().float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     # ---- rows ------------------------------------------------------------------------------------------------------
     def masks(self, queries: Rows, keys: Rows, use_flex: bool = False) -> dict[str, Mask]:

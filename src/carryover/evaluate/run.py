@@ -29,6 +29,7 @@ from ..decode.trace import Generation
 from ..decode.verify import DraftSampling
 from ..drafter.modeling import Drafter
 from ..errors import InputError
+from ..files import write_text
 from ..target import Target
 from .divergence import first_difference, logit_gap
 from .environment import environment
@@ -94,7 +95,7 @@ def evaluate(
                 append_trace(trace, prompt, done[prompt.id])
                 advance()
     results = results_of(target, methods, prompts, done, plan, session)
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_text(out / "results.json", json.dumps(results, indent=1) + "\n")
     return results
 
 
@@ -179,19 +180,11 @@ def settings_of(
         "target_fingerprint": target.fingerprint(),
         "dtype": str(target.dtype),
         "device": target.device.type,
-        "drafters": {path: weights_digest(drafter) for path, drafter in drafters.items()},
+        "drafters": {path: drafter.digest() for path, drafter in drafters.items()},
         "methods": [method.name for method in methods],
         "prompts": f"{len(prompts)}, {hashlib.sha256(texts.encode()).hexdigest()[:16]}",
         **asdict(plan),
     }
-
-
-def weights_digest(drafter: Drafter) -> str:
-    digest = hashlib.sha256(json.dumps(drafter.config.to_dict(), sort_keys=True, default=str).encode())
-    for name, tensor in drafter.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -217,7 +210,7 @@ def open_session(path: Path, settings: dict[str, Any], target: Target, unfinishe
     record = check_settings(path, settings)
     record = record or {"settings": settings, "environment": {**environment(target), "sessions": 0}}
     record["environment"]["sessions"] += unfinished
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_text(path, json.dumps(record, indent=1) + "\n")
     return record["environment"]
 
 
@@ -260,7 +253,7 @@ def read_trace(path: Path, methods: Sequence[str]) -> dict[str, Answers]:
         if all(len(by_method.get(method, ())) == turns[prompt] for method in methods)
     }
     if len(done) < len(answers) or len(records) < len(lines):
-        path.write_text("".join(json.dumps(r) + "\n" for r in records if r["prompt"] in done))
+        write_text(path, "".join(json.dumps(r) + "\n" for r in records if r["prompt"] in done))
     return done
 
 

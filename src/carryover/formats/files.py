@@ -6,6 +6,7 @@ A folder holds `config.json` and its tensors as `model.safetensors`, or as shard
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import InputError
+from ..files import write_text
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -80,11 +82,13 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
+    part = path.with_name(path.name + ".part")
+    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, part, metadata={"format": "pt"})
+    os.replace(part, path)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -6,7 +6,7 @@ copies, and what that project computed: `expected_hidden [1, B, D]`, `expected_d
 walk, `expected_draft_tokens [1, P]`, perhaps `expected_confidence_logits [1, P]`.
 
 Letters: `S` context rows, `B` block rows, `P` proposals, `M` captured layers, `Dt` target hidden size, `D` hidden size,
-`V` vocabulary. Source: DESIGN 9.
+`V` vocabulary. tests/golden/README.md says where the recorded ones come from.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from ..errors import InputError
+from ..files import write_text
 from . import figures, tables
 
 FEW_PROMPTS = 20
@@ -44,7 +45,7 @@ def write_report(run: Path, title: str = "", out: Path | None = None) -> Path:
         training=figures.data_uri(figures.training(logs)) if logs else None,
     )
     out = out or run / PAGE
-    out.write_text(page, encoding="utf-8")
+    write_text(out, page)
     return out
 
 

@@ -15,6 +15,7 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -23,12 +24,14 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..config import CarryoverConfig, Recipe, StageConfig, drafter_config
 from ..data.chat import render_prompt
-from ..data.corpus import collate, load_corpus, pack
+from ..data.corpus import PackedRows, collate, load_corpus, pack
 from ..data.prompts import load_prompts
 from ..drafter.config import DrafterConfig
 from ..drafter.modeling import Drafter
 from ..errors import InputError
+from ..files import write_text
 from ..formats import check_fits, load_drafter, save_drafter
+from ..formats.files import read_json
 from ..target import Target
 from .anchors import Anchors, Batch, labels_at, sample_anchors
 from .losses import BlockLoss, Objective, block_loss
@@ -36,6 +39,7 @@ from .optimizer import MuonAdamW, split_parameters
 from .transition import Prefix, draft, read_prefix, second_draft, transition
 
 Stage = Literal["baseline", "continued", "carryover"]
+LOG = "train_log.jsonl"
 
 
 class DrafterTrainer(Trainer):
@@ -286,6 +290,67 @@ def last_checkpoint(out: Path) -> Path | None:
     return max(complete, key=lambda folder: int(folder.name.split("-")[1]), default=None)
 
 
+def check_checkpoint(checkpoint: Path) -> None:
+    """Raises InputError when a checkpoint cannot be read: training from a part of it would not be the same training."""
+    load_drafter(checkpoint)
+    for name in ("optimizer.pt", "scheduler.pt"):
+        try:
+            torch.load(checkpoint / name, map_location="cpu", weights_only=True, mmap=name == "optimizer.pt")
+        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+            raise InputError(
+                f"{checkpoint / name} is missing or damaged; delete the folder {checkpoint} to go on from the "
+                "checkpoint before it."
+            ) from error
+
+
+def run_record(recipe: Recipe, stage: Stage, start: Drafter, rows: PackedRows) -> dict[str, Any]:
+    """What must not change while a run goes on: its part of the recipe, the drafter it starts with, and its rows."""
+    parts = recipe.model_dump(mode="json")
+    kept = {k: parts[k] for k in ("target", "target_dtype", "seed", "drafter", "carry", "data")}
+    kept["data"].pop("corpus")  # where the rows lie does not matter, what they are does
+    return {"stage": stage, "start": start.digest(), "corpus": rows.digest(), **kept, "train": parts["train"][stage]}
+
+
+def claim(out: Path, record: dict[str, Any], checkpoint: Path | None) -> None:
+    """Writes the run's record to `out/run.json`; when going on from a checkpoint, compares it with the one there."""
+    path = out / "run.json"
+    if checkpoint is not None and path.exists():
+        changed = differences(read_json(path), record)
+        if changed:
+            raise InputError(
+                f"{out} was trained with other settings ({', '.join(changed)}), so going on would mix two runs; "
+                "name another --out."
+            )
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def rewind_log(path: Path, step: int) -> None:
+    """Drops what is behind `step`, where training goes on, so that no step is in the log twice."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):  # torn by a kill
+            continue
+    write_text(path, "".join(kept if step else []))
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of the values in which two nested mappings differ."""
+    found = []
+    for key in sorted(before.keys() | now.keys()):
+        a, b = before.get(key), now.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(prefix + key)
+    return found
+
+
 def train(
     recipe: Recipe,
     stage: Stage,
@@ -308,15 +373,16 @@ def train(
     if checkpoint is not None and not resume:
         raise InputError(f"{out} already holds checkpoints; add --resume to go on, or name another --out.")
     if checkpoint is not None:
-        load_drafter(checkpoint)  # damage is named before anything is written
+        check_checkpoint(checkpoint)  # damage is named before anything is written
     target = target or Target.load(recipe.target, dtype=recipe.target_dtype)
     drafter = start_drafter(recipe, stage, target, start)
     check_fits(drafter.config, target)
     dataset = load_corpus(corpus or recipe.data.corpus, target, recipe.data)
     rows = pack(dataset, recipe.data.sequence_length, recipe.seed)
 
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "recipe.yaml").write_text(recipe.to_yaml())
+    claim(out, run_record(recipe, stage, drafter, rows), checkpoint)
+    write_text(out / "recipe.yaml", recipe.to_yaml())
+    rewind_log(out / LOG, int(checkpoint.name.split("-")[1]) if checkpoint else 0)
     stop = GracefulStop()
     trainer = DrafterTrainer(
         target,
@@ -326,7 +392,7 @@ def train(
         args=training_arguments(recipe, settings, out, progress),
         train_dataset=rows,
         data_collator=collate,
-        callbacks=[JsonLog(out / "train_log.jsonl"), stop],
+        callbacks=[JsonLog(out / LOG), stop],
     )
     if settings.eval_steps and settings.eval_prompts:
         tokenizer = target.tokenizer
