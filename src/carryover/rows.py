@@ -88,6 +88,29 @@ def _branch_rows(kind: int, anchor: Tensor, document: Tensor, offset: Tensor, ac
     return rows.map(lambda field: field.flatten(1))
 
 
+def draft_rows(length: int, base: Tensor, anchor: Tensor, carried: Tensor, proposals: int, block_size: int) -> Rows:
+    """Rows of a draft cache, `[b, length]`, where row index is position but for the block (see `DraftCache`).
+
+    base, anchor, carried: `[b]`. The P + 1 rows of the last verification begin at `base`; those before `anchor` were
+    committed, the others are carry rows where `carried`, else nothing. The block at `anchor` lies behind them.
+    """
+    index = torch.arange(length, device=base.device)[None]
+    base, anchor, carried = base[:, None], anchor[:, None], carried[:, None]
+    block = base + proposals + 1
+    is_block = (index >= block) & (index < block + block_size)
+    is_carry = carried & (index >= anchor) & (index < block)
+    context = index < anchor
+    kind = torch.where(context, CONTEXT, torch.where(is_carry, CARRY, torch.where(is_block, BLOCK, NOTHING)))
+    return Rows(
+        kind=kind,
+        position=torch.where(is_block, anchor + index - block, index),
+        document=torch.zeros_like(kind),
+        branch=torch.where(context, -1, 0),
+        offset=torch.where(is_block, index - block, torch.where(is_carry, index - base, 0)),
+        anchor=anchor.expand_as(kind),
+    )
+
+
 def concat(*parts: Rows) -> Rows:
     """Rows of several kinds side by side, `[b, K1 + K2 + ...]`."""
     return Rows(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))

@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from .errors import InputError
 from .layer_ids import LayerIds
-from .rows import Rows, TargetRule, branch_rows, concat, dense
+from .rows import Rows, TargetRule, branch_rows, concat, context_rows, dense
+from .slots import SlotCache
 
 # Of multimodal checkpoints (the names without `_text`) only the language model runs. The 12B of Gemma 4 is `_unified`.
 FAMILIES = (
@@ -176,6 +177,25 @@ class Target:
     def select(cache: Cache, requests: Tensor) -> None:
         """Keeps only these requests (batch indices) of the cache."""
         cache.batch_select_indices(requests)
+
+    def prefill(
+        self, tokens: Tensor, cache: SlotCache, slot: int, start: int, layer_ids: LayerIds | None = None
+    ) -> TargetOutput:
+        """Runs tokens `[1, Q]` of one request behind the first `start` rows of its slot."""
+        cache.aim(slot, [start], tokens.shape[1], tokens.device)
+        return self.forward(tokens, cache, layer_ids)  # type: ignore[arg-type]
+
+    def verify(
+        self, tokens: Tensor, cache: SlotCache, anchors: list[int], layer_ids: LayerIds | None = None
+    ) -> TargetOutput:
+        """Runs tokens `[b, Q]` of the requests in slots 0 to b-1, from position `anchors[i]` on, over what is there."""
+        length = cache.aim(0, anchors, tokens.shape[1], tokens.device)
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        # The last block of a request may reach beyond the context; what it proposes there is never emitted.
+        positions = (torch.tensor(anchors, device=tokens.device)[:, None] + steps).clamp(max=self.max_length - 1)
+        rows = torch.arange(length, device=tokens.device).expand(len(anchors), -1)
+        queries, keys = (context_rows(p, torch.zeros_like(p)) for p in (positions, rows))
+        return self.forward(tokens, cache, layer_ids, positions, self.masks(queries, keys))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def forward(

@@ -1,16 +1,18 @@
-"""Decoding one request: plain, or in rounds of draft, verify and commit, with or without carry.
+"""Decoding requests, one or many at a time: plain, or in rounds of draft, verify and commit, with or without carry.
 
-A round at anchor `a`, the last committed token, whose state the target has not computed yet:
+A round of a request at anchor `a`, its last committed token, whose state the target has not computed yet:
 
 1. the drafter takes in the features of the tokens committed since its last draft, for good;
 2. and those of the proposals rejected since then, for this draft only (carry);
 3. it runs its block at `a` and proposes P tokens;
 4. the target runs [anchor, proposals] in one forward; a rule accepts the first n and adds a token of the target's own;
-5. the target's cache is cropped behind the accepted tokens, and the next anchor is `a + n + 1`.
+5. the next anchor is `a + n + 1`; what the target computed behind it is forgotten.
 
-Plain decoding is the same loop with no proposals. Nothing the drafter does changes the distribution of the output.
+Plain decoding is the same loop with no proposals. Nothing the drafter does changes the distribution of the output, and
+nothing that happens to one request changes another's: each has its own slot, anchor, acceptance, carry and random
+numbers.
 
-Letters: `S` prompt tokens, `P` proposals, `B` block rows, `R` carry rows, `M` captured layers, `Dt` target hidden size,
+Letters: `b` requests, `S` prompt tokens, `P` proposals, `B` block rows, `M` captured layers, `Dt` target hidden size,
 `V` vocabulary. Source: SPEC 1.6, 3.3, 5 and 6.1 (paper 2.1).
 """
 
@@ -18,43 +20,80 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, field
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from ..drafter.modeling import Drafter
 from ..errors import InputError
-from ..rows import block_rows, concat, context_rows
-from ..target import Cache, Target
+from ..rows import block_rows, draft_rows
+from ..slots import SlotCache
+from ..target import Target
 from .sampling import Sampling
-from .state import CarryState, DraftCache, LayerKeyValues
+from .state import DraftCache
 from .trace import Generation, Round
 from .verify import Chooser, DraftSampling, verify
 
 
+class Prompt(NamedTuple):
+    """What is asked of the engine: token ids `[S]`, the longest response, and the seed of its random numbers."""
+
+    ids: Sequence[int]
+    max_new_tokens: int
+    seed: int = 0
+
+
 @dataclass
 class Request:
-    """One request between two rounds.
+    """One request between two rounds, on the host.
 
-    anchor: position of the last committed token. anchor_token: that token, `[1]`, on the device. cache: the target's,
-    rows 0..anchor-1. fresh: features `[1, rows, M*Dt]` of committed tokens that the drafter has not taken in yet, up to
-    anchor-1. carry: what the last round rejected, None after full acceptance. The last three are None without a
-    drafter.
+    base: where the last verification began. anchor: position of the last committed token; rows base..anchor-1 of that
+    verification were committed, the rest was rejected. carried: how many of these the next draft reads.
     """
 
-    anchor: int
-    anchor_token: Tensor
-    cache: Cache
+    generation: Generation
+    limit: int
     generator: torch.Generator
+    base: int
+    anchor: int
+    carried: int = 0
+
+
+@dataclass
+class Batch:
+    """Requests that decode together, request i in slot i, and what lies on the device for them.
+
+    tokens: the last committed token of each, `[slots]`. features: the target's states of the last verification,
+    `[slots, P+1, M*Dt]`; None without a drafter, as is draft_cache.
+    """
+
+    tokens: Tensor
+    cache: SlotCache
     draft_cache: DraftCache | None = None
-    fresh: Tensor | None = None
-    carry: CarryState | None = None
+    features: Tensor | None = None
+    requests: list[Request] = field(default_factory=list)
+
+    @property
+    def anchors(self) -> list[int]:
+        return [request.anchor for request in self.requests]
+
+    def leave(self, slot: int) -> None:
+        """Takes a request out; the last one moves into its slot."""
+        last = len(self.requests) - 1
+        if slot != last:
+            moved = self.requests[slot] = self.requests[last]
+            self.cache.move(last, slot, moved.anchor)
+            self.tokens[slot] = self.tokens[last]
+            if self.draft_cache is not None and self.features is not None:
+                self.draft_cache.move(last, slot, moved.base)
+                self.features[slot] = self.features[last]
+        self.requests.pop()
 
 
 class Engine:
-    """Decodes with one target and at most one drafter, batch of one."""
+    """Decodes with one target and at most one drafter."""
 
     def __init__(
         self,
@@ -79,7 +118,9 @@ class Engine:
         self.carries = carry and drafter is not None and drafter.config.carry != "none"
         self.timed = target.device.type == "cpu" if timed is None else timed
         self.layer_ids = drafter.config.layer_ids if drafter is not None else None
+        self.proposals = drafter.config.num_proposals if drafter is not None else 0
 
+    # ---- what users call -------------------------------------------------------------------------------------------
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, seed: int = 0) -> Generation:
         """Responds to a prompt with at most `max_new_tokens` tokens; the same seed gives the same response.
 
@@ -95,151 +136,206 @@ class Engine:
         self, prompt_ids: Sequence[int], max_new_tokens: int, seed: int = 0, generation: Generation | None = None
     ) -> Iterator[Round]:
         """Yields the rounds of `generate` one by one and keeps `generation` up to date, its first token included."""
-        limit = self._room(prompt_ids, max_new_tokens)
-        return self._run(prompt_ids, limit, seed, Generation(len(prompt_ids)) if generation is None else generation)
+        prompt = Prompt(prompt_ids, max_new_tokens, seed)
+        self._room(prompt)
+        return self._stream(prompt, Generation(len(prompt_ids)) if generation is None else generation)
 
-    def _room(self, prompt_ids: Sequence[int], max_new_tokens: int) -> int:
+    def _stream(self, prompt: Prompt, generation: Generation) -> Iterator[Round]:
+        batch = self.new_batch([prompt], 1)
+        going = self.join(batch, prompt, generation)
+        while going:
+            (round_,) = self.round(batch)
+            going = not self._take(batch.requests[0], round_)
+            yield round_
+
+    def generate_many(self, prompts: Sequence[Prompt], batch_size: int) -> Iterator[tuple[int, Generation]]:
+        """Responds to prompts, `batch_size` at a time; yields each one's index and response as soon as it is complete.
+
+        A request that ends leaves its slot to the next prompt. In fp32 each response is the one of `generate`. Raises
+        InputError, before anything is decoded, for a prompt that `generate` would refuse.
+        """
+        if batch_size < 1:
+            raise InputError(f"the batch must have at least one row, got {batch_size}.")
+        for prompt in prompts:
+            self._room(prompt)
+        if not prompts:
+            return
+        batch = self.new_batch(prompts, min(batch_size, len(prompts)))
+        waiting, indices = iter(enumerate(prompts)), list[int]()
+        while True:
+            while len(indices) < batch.cache.slots and (following := next(waiting, None)):
+                index, prompt = following
+                generation = Generation(len(prompt.ids))
+                if self.join(batch, prompt, generation):
+                    indices.append(index)
+                else:
+                    yield index, generation
+            if not indices:
+                return
+            rounds = self.round(batch)
+            for slot in reversed(range(len(rounds))):
+                if self._take(batch.requests[slot], rounds[slot]):
+                    yield indices[slot], batch.requests[slot].generation
+                    batch.leave(slot)
+                    indices[slot] = indices[-1]
+                    indices.pop()
+
+    def _room(self, prompt: Prompt) -> int:
         """How many tokens the response may have."""
-        length, vocab_size = len(prompt_ids), self.target.vocab_size
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+        length, vocab_size = len(prompt.ids), self.target.vocab_size
+        if prompt.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be at least 1, got {prompt.max_new_tokens}.")
         if not length:
             raise InputError("the prompt is empty; it needs at least one token.")
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
+        if not 0 <= min(prompt.ids) <= max(prompt.ids) < vocab_size:
             raise InputError(f"the prompt has token ids outside the target's vocabulary (0 to {vocab_size - 1}).")
         if length + 1 > self.target.max_length:
             raise InputError(
                 f"the prompt has {length} tokens and leaves no room for a response in the target's context of "
                 f"{self.target.max_length}; shorten it."
             )
-        return min(max_new_tokens, self.target.max_length - length)
+        return min(prompt.max_new_tokens, self.target.max_length - length)
 
-    def _run(self, prompt_ids: Sequence[int], limit: int, seed: int, generation: Generation) -> Iterator[Round]:
-        began = time.perf_counter()
-        request = self.prefill(prompt_ids, limit, seed)
-        new = [int(request.anchor_token)]
-        generation.prefill_seconds = generation.seconds = time.perf_counter() - began
-        while True:
-            generation.tokens += new
-            if new[-1] in self.target.stop_ids:
-                generation.finish = "stop"
-            if generation.rounds:
-                yield generation.rounds[-1]
-            if generation.finish == "stop" or len(generation.tokens) == limit:
-                return
-            began = time.perf_counter()
-            round_ = self.round(request)
-            new = round_.committed = self._cut(round_.committed, limit - len(generation.tokens))
-            round_.accepted = min(round_.accepted, len(new))
-            generation.rounds.append(round_)
-            generation.seconds += time.perf_counter() - began
-
-    def _cut(self, committed: list[int], room: int) -> list[int]:
-        """The tokens up to the end of the response: the first stop token, or no more room."""
-        ends = (i + 1 for i, token in enumerate(committed) if token in self.target.stop_ids)
-        return committed[: min(room, next(ends, room))]
+    def _take(self, request: Request, round_: Round) -> bool:
+        """Adds a round to its generation, cut at the end of the response; whether that is reached."""
+        generation, stops = request.generation, self.target.stop_ids
+        ends = (i + 1 for i, token in enumerate(round_.committed) if token in stops)
+        room = request.limit - len(generation.tokens)
+        round_.committed = round_.committed[: min(room, next(ends, room))]
+        round_.accepted = min(round_.accepted, len(round_.committed))
+        generation.rounds.append(round_)
+        generation.tokens += round_.committed
+        if generation.tokens[-1] in stops:
+            generation.finish = "stop"
+        return generation.finish == "stop" or len(generation.tokens) == request.limit
 
     # ---- the steps -------------------------------------------------------------------------------------------------
-    @torch.no_grad()
-    def prefill(self, prompt_ids: Sequence[int], limit: int, seed: int) -> Request:
-        """Runs the prompt `[S]` and chooses the first token, the first anchor. limit: the longest possible response."""
-        target, device = self.target, self.target.device
-        cache, generator = target.new_cache(), torch.Generator(device).manual_seed(seed)
-        out = target.forward(torch.tensor([prompt_ids], device=device), cache, self.layer_ids)
-        first = self.sampling.choose(target.head(out.hidden[:, -1]), generator)
-        request = Request(len(prompt_ids), first, cache, generator)
+    def new_batch(self, prompts: Sequence[Prompt], slots: int) -> Batch:
+        """An empty batch with room for each of these prompts and its response."""
+        device, p = self.target.device, self.proposals
+        capacity = max(len(prompt.ids) + self._room(prompt) for prompt in prompts) + p + 1
+        batch = Batch(torch.zeros(slots, dtype=torch.long, device=device), SlotCache(slots, capacity))
         if self.drafter is not None:
-            config = self.drafter.config
-            capacity = len(prompt_ids) + limit + 2 * config.block_size
-            request.draft_cache = DraftCache(config, capacity, self.drafter.dtype, device)
-            request.fresh = out.features
-        return request
+            config, dtype = self.drafter.config, self.drafter.dtype
+            batch.draft_cache = DraftCache(config, slots, capacity + config.block_size, dtype, device)
+            width = len(config.layer_ids) * self.target.hidden_size
+            batch.features = torch.zeros(slots, p + 1, width, dtype=dtype, device=device)
+        return batch
 
     @torch.no_grad()
-    def round(self, request: Request) -> Round:
-        """Drafts, verifies and commits once. The round's tokens are not cut at the end of the response."""
-        anchor, carried = request.anchor, request.carry.count if request.carry is not None else 0
-        began = self._clock()
-        proposals, q = self.draft(request)
-        drafted = self._clock()
-        proposed, accepted, token = self._verify_and_commit(request, proposals, q)
-        return Round(
-            anchor=anchor,
-            proposals=proposed,
-            accepted=accepted,
-            committed=[*proposed[:accepted], token],
-            carried=carried,
-            draft_seconds=drafted - began if self.drafter is not None else 0.0,
-            verify_seconds=self._clock() - drafted,
-        )
+    def join(self, batch: Batch, prompt: Prompt, generation: Generation) -> bool:
+        """Runs a prompt in the first free slot and chooses its first token, the first anchor.
 
-    @torch.no_grad()
-    def draft(self, request: Request) -> tuple[Tensor, Tensor | None]:
-        """Proposals `[1, P]` for the request's anchor, and the distributions `[1, P, V]` they were drawn from, if any.
-
-        Fewer than the drafter makes where the target's context ends; none without a drafter.
+        Returns whether the response goes on; if that token is its whole response, the slot stays free.
         """
+        began, device, slot = time.perf_counter(), self.target.device, len(batch.requests)
+        generator = torch.Generator(device).manual_seed(prompt.seed)
+        ids = torch.tensor([prompt.ids], device=device)
+        out = self.target.prefill(ids, batch.cache, slot, 0, self.layer_ids)
+        batch.tokens[slot] = self.sampling.choose(self.target.head(out.hidden[:, -1]), generator)[0]
+        length, first = len(prompt.ids), int(batch.tokens[slot])
+        if self.drafter is not None:
+            assert batch.draft_cache is not None and batch.features is not None and out.features is not None
+            rows = self.drafter.context(out.features.to(self.drafter.dtype))
+            kv = self.drafter.key_values(rows, torch.arange(length, device=device)[None])
+            batch.draft_cache.write(kv, slot, [0])
+            batch.features[slot] = 0
+        request = Request(generation, self._room(prompt), generator, length, length)
+        generation.tokens.append(first)
+        if first in self.target.stop_ids:
+            generation.finish = "stop"
+        goes_on = generation.finish != "stop" and request.limit > 1
+        if goes_on:
+            batch.requests.append(request)
+        generation.prefill_seconds = generation.seconds = time.perf_counter() - began
+        return goes_on
+
+    @torch.no_grad()
+    def round(self, batch: Batch) -> list[Round]:
+        """Drafts, verifies and commits once for every request. Rounds are not cut at the end of the response; their
+        times are each request's share."""
+        share = 1 / len(batch.requests)
+        started = time.perf_counter()
+        before = [(request.anchor, request.carried) for request in batch.requests]
+        began = self._clock()
+        proposals, q = self.draft(batch)
+        drafted = self._clock()
+        verdicts = self._verify_and_commit(batch, proposals, q)
+        verified = self._clock()
+        for request in batch.requests:
+            request.generation.seconds += share * (time.perf_counter() - started)
+        return [
+            Round(
+                anchor=anchor,
+                proposals=proposed[: self.target.max_length - 1 - anchor],
+                accepted=accepted,
+                committed=[*proposed[:accepted], token],
+                carried=carried,
+                draft_seconds=share * (drafted - began) if self.drafter is not None else 0.0,
+                verify_seconds=share * (verified - drafted),
+            )
+            for (anchor, carried), (proposed, accepted, token) in zip(before, verdicts, strict=True)
+        ]
+
+    @torch.no_grad()
+    def draft(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Proposals `[b, P]` for the anchors, and the distributions `[b, P, V]` they were drawn from, if any.
+
+        None of either without a drafter.
+        """
+        tokens = batch.tokens[: len(batch.requests)]
         if self.drafter is None:
-            return request.anchor_token.new_empty(1, 0), None
-        hidden = self.draft_states(request)
-        chooser = Chooser(self.sampling, self.draft_sampling, request.generator)
-        tokens, _ = self.drafter.propose(hidden, request.anchor_token, self._head, chooser)
-        room = self.target.max_length - 1 - request.anchor
-        q = chooser.probabilities
-        return tokens[:, :room], q if q is None else q[:, :room]
+            return tokens.new_empty(len(tokens), 0), None
+        hidden = self.draft_states(batch)
+        chooser = Chooser(self.sampling, self.draft_sampling, [r.generator for r in batch.requests])
+        proposals, _ = self.drafter.propose(hidden, tokens, self._head, chooser)
+        return proposals, chooser.probabilities
 
-    def draft_states(self, request: Request) -> Tensor:
-        """The drafter's block at the request's anchor, `[1, B, D]`; takes in fresh and carry rows first."""
-        drafter, cache, carry, anchor = self.drafter, request.draft_cache, request.carry, request.anchor
-        assert drafter is not None and cache is not None
-        if request.fresh is not None:
-            rows = drafter.context(request.fresh.to(drafter.dtype))
-            positions = torch.arange(cache.committed, anchor, device=rows.device)[None]
-            cache.commit(drafter.key_values(rows, positions), rows.shape[1])
-            request.fresh = None
-        cache.put_carry(self._carry_key_values(carry) if carry is not None else None)
-        block = drafter.block_tokens(request.anchor_token)
-        positions = torch.arange(anchor, anchor + block.shape[1], device=block.device)[None]
+    def draft_states(self, batch: Batch) -> Tensor:
+        """The drafter's blocks at the anchors, `[b, B, D]`; takes in the rows of the last verification first."""
+        drafter, cache, requests = self.drafter, batch.draft_cache, batch.requests
+        assert drafter is not None and cache is not None and batch.features is not None
+        device, p, size = self.target.device, self.proposals, drafter.config.block_size
+        base, anchor, carried = torch.tensor(
+            [[r.base for r in requests], [r.anchor for r in requests], [r.carried for r in requests]], device=device
+        )
+        positions = base[:, None] + torch.arange(p + 1, device=device)
+        features = batch.features[: len(requests)]
+        rejected = positions >= anchor[:, None]
+        rows = drafter.carried(features, rejected) if self.carries else drafter.context(features)
+        cache.write(drafter.key_values(rows, positions), 0, [r.base for r in requests])
+
+        length = cache.aim([r.base + p + 1 for r in requests], size)
+        block = drafter.block_tokens(batch.tokens[: len(requests)])
+        queries = block_rows(anchor[:, None], torch.zeros_like(anchor)[:, None], size)
+        masks = drafter.masks(queries, draft_rows(length, base, anchor, carried > 0, p, size))
         embeds = self.target.embed(block).to(drafter.dtype)
-        return drafter.block(embeds, positions, cache, self._masks(request))
-
-    def _carry_key_values(self, carry: CarryState) -> LayerKeyValues:
-        assert self.drafter is not None
-        rows = self.drafter.carried(carry.features.to(self.drafter.dtype))
-        return self.drafter.key_values(rows, carry.positions)
-
-    def _masks(self, request: Request) -> dict | None:
-        """None where every layer lets every slot see every row; else one mask per kind of layer."""
-        drafter = self.drafter
-        assert drafter is not None
-        if "sliding_attention" not in (drafter.config.layer_types or ()):
-            return None
-        zero = torch.zeros(1, 1, dtype=torch.long, device=self.target.device)
-        context = torch.arange(request.anchor, device=zero.device)[None]
-        block = block_rows(zero + request.anchor, zero, drafter.config.block_size)
-        carry = () if request.carry is None else (request.carry.rows(),)
-        return drafter.masks(block, concat(context_rows(context, torch.zeros_like(context)), *carry, block))
+        return drafter.block(embeds, queries.position, cache, masks)
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self.target.head(hidden.to(self.target.dtype))
 
-    def _verify_and_commit(self, request: Request, proposals: Tensor, q: Tensor | None) -> tuple[list[int], int, int]:
-        """One target forward; returns the proposals, n, and the correction or bonus. Waits for the device, once."""
-        target, anchor, count = self.target, request.anchor, proposals.shape[1]
-        tokens = torch.cat((request.anchor_token[:, None], proposals), dim=1)
-        out = target.forward(tokens, request.cache, self.layer_ids)
-        verdict = verify(proposals, target.head(out.hidden), self.sampling, q, request.generator)
-        *proposed, accepted, token = torch.cat((proposals[0], verdict.accepted, verdict.next_token)).tolist()
-
-        request.anchor = anchor + accepted + 1
-        request.anchor_token = verdict.next_token
-        target.crop(request.cache, request.anchor)
-        if out.features is not None:
-            request.fresh = out.features[:, : accepted + 1]
-            rejected = out.features[:, accepted + 1 :]
-            keep = self.carries and accepted < count
-            request.carry = CarryState(rejected, anchor, accepted, count) if keep else None
-        return proposed, accepted, token
+    def _verify_and_commit(self, batch: Batch, proposals: Tensor, q: Tensor | None) -> list[tuple[list[int], int, int]]:
+        """One target forward; per request the proposals, n, and the correction or bonus. Waits for the device, once."""
+        requests = batch.requests
+        tokens = torch.cat((batch.tokens[: len(requests), None], proposals), dim=1)
+        out = self.target.verify(tokens, batch.cache, batch.anchors, self.layer_ids)
+        generators = [request.generator for request in requests]
+        verdict = verify(proposals, self.target.head(out.hidden), self.sampling, q, generators)
+        batch.tokens[: len(requests)] = verdict.next_token
+        if batch.features is not None and out.features is not None:
+            batch.features[: len(requests)] = out.features
+        verdicts = []
+        for row, request in zip(
+            torch.cat((proposals, verdict.accepted[:, None], verdict.next_token[:, None]), 1).tolist(),
+            requests,
+            strict=True,
+        ):
+            *proposed, accepted, token = row
+            verdicts.append((proposed, accepted, token))
+            request.base, request.anchor = request.anchor, request.anchor + accepted + 1
+            request.carried = self.proposals - accepted if self.carries else 0
+        return verdicts
 
     def _clock(self) -> float:
         """Seconds, after everything queued on the device is done; 0 when rounds are not timed."""

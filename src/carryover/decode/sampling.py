@@ -16,6 +16,9 @@ from torch import Tensor
 
 from ..errors import InputError
 
+# Where random numbers come from: torch's own, one generator, or one for each request of a batch.
+Generators = torch.Generator | list[torch.Generator] | None
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -57,19 +60,27 @@ class Sampling:
             scores = _drop(scores, p < self.min_p * p.amax(-1, keepdim=True))
         return scores.softmax(-1)
 
-    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def choose(self, logits: Tensor, generator: Generators = None) -> Tensor:
         """Logits `[..., V]` to tokens `[...]`: the argmax when greedy, else independent draws."""
         return logits.argmax(-1) if self.greedy else draw(self.probabilities(logits), generator)
 
 
-def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def uniform(shape: tuple[int, ...], device: torch.device, generator: Generators = None) -> Tensor:
+    """fp64 numbers in [0, 1). Of a list, each generator fills one entry of the first dimension."""
+    if isinstance(generator, list):
+        rows = [torch.rand(shape[1:], dtype=torch.float64, device=device, generator=g) for g in generator]
+        return torch.stack(rows)
+    return torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
+
+
+def draw(weights: Tensor, generator: Generators = None) -> Tensor:
     """One index `[...]` for each row of non-negative `weights [..., V]`, which need not sum to one.
 
     Inverts the cumulative sum, in fp64 so that rare tokens keep their share and tokens of weight zero never appear. For
     a whole block several times faster than `torch.multinomial`, and it never waits for a device.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    u = torch.rand(*weights.shape[:-1], 1, dtype=torch.float64, device=weights.device, generator=generator)
+    u = uniform((*weights.shape[:-1], 1), weights.device, generator)
     index = torch.searchsorted(cumulative, u * cumulative[..., -1:], right=True)[..., 0]
     return index.clamp(max=weights.shape[-1] - 1)
 

@@ -1,90 +1,59 @@
-"""What one request keeps between rounds: the drafter's keys and values, and the rejected rows of the last round.
+"""What requests that decode together keep between rounds: the drafter's keys and values, and the last verification.
 
-Only the committed rows of the draft cache survive a round; carry and block rows are written behind them and forgotten.
-Rejected rows survive as target features until the next draft, which reads them once.
+In every slot, row index is position: a verification at anchor `a` computes the states of `a .. a + P`, and their rows
+are written there, whether they turn out committed or rejected. The next draft reads the rejected ones as carry rows;
+the verification after it writes over them. The rows of the block lie behind and never survive.
 
-Letters: `R` carry rows, `B` block rows, `K` all rows, `M` captured layers, `Dt` target hidden size, `G` key/value
-heads, `hd` head size. Source: SPEC 1.6 and 6.1.
+Letters: `b` requests, `P` proposals, `B` block rows, `K` all rows, `M` captured layers, `Dt` target hidden size, `G`
+key/value heads, `hd` head size. Source: SPEC 1.6 and 6.1.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..drafter.config import DrafterConfig
-from ..rows import Rows, carry_rows
+from ..slots import Window
 
-LayerKeyValues = list[tuple[Tensor, Tensor]]  # keys and values [1, G, rows, hd] of every layer
+LayerKeyValues = list[tuple[Tensor, Tensor]]  # keys and values [b, G, rows, hd] of every layer
 
 
 class DraftCache:
-    """One preallocated buffer of keys and one of values per layer, `[1, G, capacity, hd]`, in the order
-    committed | carry | block rows.
+    """One preallocated buffer of keys and one of values per layer, `[slots, G, capacity, hd]`, written in place.
 
-    Rows are written in place and read as views. Implements `KeyValues` for `Drafter.block`.
+    Implements `KeyValues` for `Drafter.block`: `aim` says where the block's rows of each request go.
     """
 
-    def __init__(self, config: DrafterConfig, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (1, config.num_key_value_heads, capacity, config.head_dim)
-        self._layers = [
-            (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+    def __init__(
+        self, config: DrafterConfig, slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (slots, config.num_key_value_heads, capacity, config.head_dim)
+        # Zeros, not `empty`: rows that nobody sees are still multiplied by a weight of zero, and 0 * NaN is NaN.
+        self.layers = [
+            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
             for _ in range(config.num_hidden_layers)
         ]
-        self.committed = 0
-        self.carried = 0
+        self.target = Window(0, [0], 0)
 
-    def commit(self, kv: LayerKeyValues, count: int) -> None:
-        """Appends the first `count` rows of `kv` for good, over any carry rows of the round before."""
-        for layer, (keys, values) in enumerate(kv):
-            self._write(layer, self.committed, keys[:, :, :count], values[:, :, :count])
-        self.committed += count
-        self.carried = 0
+    def write(self, kv: LayerKeyValues, first: int, starts: list[int]) -> None:
+        """Writes rows `[b, G, rows, hd]` of each layer into slots `first..`, from row `starts[i]` on."""
+        window = Window(first, starts, kv[0][0].shape[2], kv[0][0].device)
+        for stored, new in zip(self.layers, kv, strict=True):
+            window.write(stored, new)
 
-    def put_carry(self, kv: LayerKeyValues | None) -> None:
-        """Writes carry rows behind the committed ones, in place of those put before; None leaves none."""
-        for layer, (keys, values) in enumerate(kv or ()):
-            self._write(layer, self.committed, keys, values)
-        self.carried = kv[0][0].shape[2] if kv else 0
+    def aim(self, starts: list[int], rows: int) -> int:
+        """Where the block's rows of slots 0, 1, ... go; returns how many rows of a slot the block reads."""
+        self.target = Window(0, starts, rows, self.layers[0][0].device)
+        return self.target.length
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the block's `[1, G, B, hd]` behind the stored rows; returns views of all rows, `[1, G, K, hd]`."""
-        return self._write(layer, self.committed + self.carried, keys, values)
+        """Writes the block's rows `[b, G, B, hd]` where `aim` said; returns views of all rows, `[b, G, K, hd]`."""
+        self.target.write(self.layers[layer], (keys, values))
+        return self.target.read(self.layers[layer])
 
-    def _write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        end = start + keys.shape[2]
-        all_keys, all_values = self._layers[layer]
-        all_keys[:, :, start:end] = keys
-        all_values[:, :, start:end] = values
-        return all_keys[:, :, :end], all_values[:, :, :end]
-
-
-@dataclass(frozen=True)
-class CarryState:
-    """The rejected proposals `accepted + 1 .. proposals` of the round at `anchor`; never empty.
-
-    features: `[1, R, M*Dt]`, the target's states with the rejected tokens as input.
-    """
-
-    features: Tensor
-    anchor: int
-    accepted: int
-    proposals: int
-
-    @property
-    def count(self) -> int:
-        return self.proposals - self.accepted
-
-    @property
-    def positions(self) -> Tensor:
-        """`[1, R]`, the positions at which the target computed them."""
-        first = self.anchor + self.accepted + 1
-        return torch.arange(first, first + self.count, device=self.features.device)[None]
-
-    def rows(self) -> Rows:
-        """Their row attributes, `[1, R]`."""
-        one = torch.zeros(1, 1, dtype=torch.long, device=self.features.device)
-        rows = carry_rows(one + self.anchor, one, one + self.accepted, self.proposals)
-        return rows.map(lambda field: field[:, self.accepted :])
+    def move(self, source: int, slot: int, rows: int) -> None:
+        """Copies the first `rows` rows of one slot to another."""
+        for buffers in self.layers:
+            for buffer in buffers:
+                buffer[slot, :, :rows] = buffer[source, :, :rows]

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .sampling import Sampling, draw
+from .sampling import Generators, Sampling, draw, uniform
 
 DraftSampling = Literal["greedy", "probabilistic"]
 
@@ -40,7 +40,7 @@ def verify(
     logits: Tensor,
     sampling: Sampling,
     draft_probabilities: Tensor | None = None,
-    generator: torch.Generator | None = None,
+    generator: Generators = None,
 ) -> Verdict:
     """Applies the rule that fits how the proposals were made.
 
@@ -59,7 +59,7 @@ def sample_and_match(proposals: Tensor, chosen: Tensor) -> Verdict:
     return Verdict(accepted, chosen.gather(1, accepted[:, None])[:, 0])
 
 
-def rejection_sampling(proposals: Tensor, p: Tensor, q: Tensor, generator: torch.Generator | None = None) -> Verdict:
+def rejection_sampling(proposals: Tensor, p: Tensor, q: Tensor, generator: Generators = None) -> Verdict:
     """proposals `[b, P]` drawn from q `[b, P, V]`, judged by the target's distributions p `[b, P+1, V]`.
 
     The bonus row counts as one where q is zero, so that its residual is p itself.
@@ -67,7 +67,7 @@ def rejection_sampling(proposals: Tensor, p: Tensor, q: Tensor, generator: torch
     at = proposals[..., None]
     p_at, q_at = p[:, :-1].gather(2, at)[..., 0], q.gather(2, at)[..., 0]
     # In fp64, u < 1 implies u * q < q: a proposal with p >= q is accepted without exception.
-    u = torch.rand(q_at.shape, dtype=torch.float64, device=q.device, generator=generator)
+    u = uniform(tuple(q_at.shape), q.device, generator)
     accepted = _leading(u * q_at < p_at)
 
     row = accepted[:, None, None].expand(-1, 1, p.shape[-1])
@@ -85,7 +85,7 @@ class Chooser:
     Called with logits `[b, P, V]` once (DFlash) or `[b, V]` for every proposal in turn (Markov).
     """
 
-    def __init__(self, sampling: Sampling, draft_sampling: DraftSampling, generator: torch.Generator | None) -> None:
+    def __init__(self, sampling: Sampling, draft_sampling: DraftSampling, generator: Generators) -> None:
         self.sampling, self.generator = sampling, generator
         self.draws = draft_sampling == "probabilistic" and not sampling.greedy
         self._drawn: list[Tensor] = []

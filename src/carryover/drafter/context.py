@@ -44,12 +44,14 @@ class CarryMark(nn.Module):
         elif self.kind == "projector":
             self.fc.weight.copy_(fc.weight)
 
-    def fuse(self, features: Tensor, fc: nn.Linear, norm: nn.Module) -> Tensor:
-        """`[..., M*Dt]` features of rejected tokens to fused rows `[..., D]`."""
+    def fuse(self, features: Tensor, fc: nn.Linear, norm: nn.Module, carried: Tensor) -> Tensor:
+        """`[..., M*Dt]` features to fused rows `[..., D]`, marked where `carried [..., 1]` (bool)."""
+        fused = fc(features)
+        if self.bottleneck:
+            return norm(torch.where(carried, fused + self.up(self.down(features)), fused))
         if self.kind == "projector":
-            return norm(fc(features) + self.up(self.down(features)) if self.bottleneck else self.fc(features))
+            return norm(torch.where(carried, self.fc(features), fused))
         if self.kind == "plain":
-            return norm(fc(features))
-        if self.site == "post_norm":
-            return norm(fc(features)) + self.embedding
-        return norm(fc(features) + self.embedding)
+            return norm(fused)
+        mark = torch.where(carried, self.embedding, 0)
+        return norm(fused) + mark if self.site == "post_norm" else norm(fused + mark)

@@ -93,9 +93,10 @@ class Drafter(PreTrainedModel):
         """Features of committed tokens `[b, S, M*Dt]` to context rows `[b, S, D]`."""
         return self.hidden_norm(self.fc(features))
 
-    def carried(self, features: Tensor) -> Tensor:
-        """Features of rejected tokens `[b, R, M*Dt]` to carry rows `[b, R, D]`."""
-        return self.carry.fuse(features, self.fc, self.hidden_norm)
+    def carried(self, features: Tensor, rejected: Tensor | None = None) -> Tensor:
+        """Features `[b, R, M*Dt]` to rows `[b, R, D]`: carry rows, or where `rejected [b, R]` is False context rows."""
+        where = features.new_ones(1, dtype=torch.bool) if rejected is None else rejected[..., None]
+        return self.carry.fuse(features, self.fc, self.hidden_norm, where)
 
     # ---- one pass --------------------------------------------------------------------------------------------------
     def block(self, embeds: Tensor, positions: Tensor, kv: KeyValues, masks: dict[str, Mask] | None = None) -> Tensor:

@@ -1,0 +1,81 @@
+"""Caches of several requests, a slot each: preallocated, written in place, undone by forgetting.
+
+Row index is position in every slot, and a row is written before it is read, so rejected rows need no cropping: the next
+verification begins at the first of them. What lies behind a request's last row is hidden by position (`TargetRule`).
+
+Letters: `b` requests, `Q` new rows, `K` rows that are read, `G` key/value heads, `hd` head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+
+class Window:
+    """Rows `starts[i] .. starts[i] + rows - 1` of slots `first + i`: where new keys and values go, what is read."""
+
+    def __init__(self, first: int, starts: list[int], rows: int, device: torch.device | None = None) -> None:
+        self.slots = slice(first, first + len(starts))
+        self.start = starts[0]
+        self.length = max(starts) + rows
+        self.index = None
+        if any(start != self.start for start in starts):
+            self.index = torch.tensor(starts, device=device)[:, None] + torch.arange(rows, device=device)
+            self.index = self.index[:, None, :, None]
+
+    def write(self, stored: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
+        """stored: `[slots, G, capacity, hd]`; new: `[b, G, rows, hd]`."""
+        for buffer, rows in zip(stored, new, strict=True):
+            if self.index is None:
+                buffer[self.slots, :, self.start : self.length] = rows
+            else:
+                buffer[self.slots].scatter_(2, self.index.expand_as(rows), rows)
+
+    def read(self, stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        keys, values = stored
+        return keys[self.slots, :, : self.length], values[self.slots, :, : self.length]
+
+
+class SlotCache(Cache):
+    """The target's keys and values, buffers `[slots, G, capacity, hd]` per layer; `aim` before every forward.
+
+    A transformers cache as far as the decoders of the supported families use one. Layers differ in their head sizes, so
+    a buffer is made when its layer first writes; that is the only allocation.
+    """
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        super().__init__(layers=[])
+        self.slots, self.capacity = slots, capacity
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.target = Window(0, [0], 0)
+
+    def aim(self, first: int, starts: list[int], rows: int, device: torch.device) -> int:
+        """The next forward writes `rows` rows from row `starts[i]` on into slot `first + i`; returns K."""
+        self.target = Window(first, starts, rows, device)
+        return self.target.length
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Writes `[b, G, Q, hd]` where `aim` said; returns views of all rows, `[b, G, K, hd]`."""
+        if layer_idx not in self.buffers:
+            shape = (self.slots, keys.shape[1], self.capacity)
+            # Zeros, not `empty`: rows that nobody sees are still multiplied by a weight of zero, and 0 * NaN is NaN.
+            self.buffers[layer_idx] = tuple(x.new_zeros(*shape, x.shape[-1]) for x in (keys, values))  # type: ignore
+        self.target.write(self.buffers[layer_idx], (keys, values))
+        return self.target.read(self.buffers[layer_idx])
+
+    def move(self, source: int, slot: int, rows: int) -> None:
+        """Copies the first `rows` rows of one slot to another."""
+        for buffers in self.buffers.values():
+            for buffer in buffers:
+                buffer[slot, :, :rows] = buffer[source, :, :rows]
+
+    # ---- what transformers asks for where it makes the masks itself (a prompt, one request at a time) ----------------
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.target.start
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.target.start + query_length, 0
