@@ -18,7 +18,8 @@ import torch
 from carryover.config import Recipe, drafter_config
 from carryover.data.chat import render_prompt
 from carryover.data.prompts import SUITES, load_prompts
-from carryover.decode.engine import Engine
+from carryover.decode.engine import Engine, Prompt
+from carryover.decode.trace import Generation
 from carryover.drafter.modeling import Drafter
 from carryover.target import Target
 
@@ -42,20 +43,22 @@ def main() -> None:
     assert target.tokenizer is not None
     ids = render_prompt(target.tokenizer, load_prompts(SUITES["smollm2_demo"])[0].turns[:1])
     engine = Engine(target, drafter)
-    request = engine.prefill(ids, 16 * args.rounds, seed=0)
+    off = Engine(target, drafter, carry=False)
+    prompt = Prompt(ids, 16 * args.rounds)
+    batch = engine.new_batch([prompt], 1)
+    engine.join(batch, prompt, Generation(len(ids)))
     seconds: dict[str, list[float]] = {"with carry": [], "without": [], "verify": []}
-    engine.round(request)
-    with torch.no_grad():
-        for i in range(args.rounds):
-            carry = request.carry
-            engine.draft(request)  # takes in the fresh rows, so that both timed drafts do the same besides carry
-            for name in ("with carry", "without") if i % 2 else ("without", "with carry"):
-                request.carry = carry if name == "with carry" else None
-                began = time.perf_counter()
-                engine.draft(request)
-                seconds[name].append(time.perf_counter() - began)
-            request.carry = carry
-            seconds["verify"].append(engine.round(request).verify_seconds)
+    engine.round(batch)
+    request = batch.requests[0]
+    for i in range(args.rounds):
+        carried = request.carried
+        for name in ("with carry", "without") if i % 2 else ("without", "with carry"):
+            request.carried = carried if name == "with carry" else 0
+            began = time.perf_counter()
+            (engine if name == "with carry" else off).draft(batch)  # drafting leaves no trace
+            seconds[name].append(time.perf_counter() - began)
+        request.carried = carried
+        seconds["verify"].append(engine.round(batch)[0].verify_seconds)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     for name, value in median.items():
         print(f"{name:11s} {1000 * value:7.2f} ms")

@@ -40,6 +40,12 @@ class Window:
         return keys[self.slots, :, : self.length], values[self.slots, :, : self.length]
 
 
+def grown(buffers: tuple[Tensor, Tensor], capacity: int) -> tuple[Tensor, Tensor]:
+    """Larger copies of a layer's buffers, their new rows zero."""
+    keys, values = (torch.nn.functional.pad(x, (0, 0, 0, capacity - x.shape[2])) for x in buffers)
+    return keys, values
+
+
 class SlotCache(Cache):
     """The target's keys and values, buffers `[slots, G, capacity, hd]` per layer; `aim` before every forward.
 
@@ -72,6 +78,10 @@ class SlotCache(Cache):
         for buffers in self.buffers.values():
             for buffer in buffers:
                 buffer[slot, :, :rows] = buffer[source, :, :rows]
+
+    def grow(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.buffers = {layer: grown(buffers, capacity) for layer, buffers in self.buffers.items()}
 
     # ---- what transformers asks for where it makes the masks itself (a prompt, one request at a time) ----------------
     def get_seq_length(self, layer_idx: int = 0) -> int:

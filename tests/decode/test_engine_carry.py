@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_helpers import CARRIES, HEADS, LAYERS, PROMPT, ScriptedDrafter, make_drafter
+from decode_helpers import CARRIES, HEADS, LAYERS, PROMPT, ScriptedDrafter, begin, make_drafter
 from tiny import tiny_target
 
 from carryover.decode.engine import Engine
@@ -85,23 +85,32 @@ def test_carry_rows_live_one_round_at_their_own_positions(family_target, slots):
     drafter = make_drafter(family_target, kind=ScriptedDrafter, slots=slots, carry="embedding")
     p, plan = drafter.config.num_proposals, [0, 9, 2, 1, 9, 0, 0]
     drafter.follow(PROMPT + truth, lambda r: plan[r])
+    seen, block = [], drafter.block
+
+    def watched(embeds, positions, kv, masks):
+        seen.append(masks["full_attention"][0, 0])
+        return block(embeds, positions, kv, masks)
+
+    drafter.block = watched
     engine = Engine(family_target, drafter)
-    request, tokens, last = engine.prefill(PROMPT, 40, 0), PROMPT + truth[:1], None
+    batch, tokens, last = begin(engine, PROMPT, 40), PROMPT + truth[:1], None
+    request = batch.requests[0]
     for n in plan:
         n = min(n, p)
-        carry = request.carry
-        if last is None or last.accepted == p:
-            assert carry is None
+        anchor, base, carried = request.anchor, request.base, request.carried
+        if last is None:
+            assert carried == 0
         else:
-            first = last.anchor + last.accepted + 1
-            assert carry.positions.tolist() == [list(range(first, last.anchor + p + 1))] and carry.count <= p
-            branch = torch.tensor([tokens[: last.anchor + 1] + last.proposals])
+            assert (base, anchor, carried) == (last.anchor, last.anchor + last.accepted + 1, p - last.accepted)
+            branch = torch.tensor([tokens[: base + 1] + last.proposals])
             states = family_target.forward(branch, layer_ids=drafter.config.layer_ids).features
-            assert torch.allclose(carry.features, states[:, first:], atol=1e-5)
-        round_ = engine.round(request)
-        assert round_.accepted == n and round_.carried == (carry.count if carry else 0)
-        assert request.draft_cache.carried == round_.carried  # this round's alone
-        assert request.draft_cache.committed == round_.anchor
+            assert torch.allclose(batch.features[0], states[0, base:], atol=1e-5)
+        (round_,) = engine.round(batch)
+        assert round_.accepted == n and round_.carried == carried
+        # Committed rows, this round's carry rows right behind them at their own positions, the block: nothing else.
+        end, first = anchor + carried, base + p + 1
+        visible = [*range(end), *range(first, first + drafter.config.block_size)]
+        assert all(row.nonzero().flatten().tolist() == visible for row in seen.pop())
         tokens += round_.committed
         last = round_
 
@@ -168,16 +177,16 @@ def test_drafting_twice_from_one_state(llama):
     """Diagnostics draft from the same state with and without carry; drafting leaves no trace in it."""
     drafter = make_drafter(llama, carry="embedding")
     engine = Engine(llama, drafter)
-    request = engine.prefill(PROMPT, NEW, 0)
-    engine.round(request)
-    carry = request.carry
-    assert carry is not None
-    with_carry = engine.draft_states(request)
-    request.carry = None
-    without = engine.draft_states(request)
-    request.carry = carry
-    assert torch.equal(engine.draft_states(request), with_carry) and not torch.allclose(without, with_carry, atol=1e-3)
+    batch = begin(engine, PROMPT, NEW)
+    engine.round(batch)
+    carried = batch.requests[0].carried
+    assert carried > 0
+    with_carry = engine.draft_states(batch)
+    batch.requests[0].carried = 0
+    without = engine.draft_states(batch)
+    batch.requests[0].carried = carried
+    assert torch.equal(engine.draft_states(batch), with_carry) and not torch.allclose(without, with_carry, atol=1e-3)
     off = Engine(llama, drafter, carry=False)
-    same = off.prefill(PROMPT, NEW, 0)
+    same = begin(off, PROMPT, NEW)
     off.round(same)
     assert torch.equal(off.draft_states(same), without)

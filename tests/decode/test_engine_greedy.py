@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from decode_helpers import CARRIES, HEADS, LAYERS, PROMPT, ScriptedDrafter, make_drafter
+from decode_helpers import CARRIES, HEADS, LAYERS, PROMPT, ScriptedDrafter, begin, make_drafter
 from tiny import tiny_target
 
 from carryover.decode.engine import Engine
@@ -153,15 +153,20 @@ def test_the_head_runs_on_the_rows_that_need_it_only(monkeypatch):
 
 
 def test_the_target_cache_keeps_committed_rows_only():
-    """After every round its keys equal those of a fresh run over the committed tokens."""
+    """After every round its rows up to the anchor equal those of a fresh run over the committed tokens."""
     target = small("gemma3_text")
     engine = Engine(target, make_drafter(target, carry="embedding"))
-    request, tokens = engine.prefill(PROMPT, NEW, 0), [*PROMPT, continuation("gemma3_text")[0]]
+    batch, tokens = begin(engine, PROMPT, NEW), [*PROMPT, continuation("gemma3_text")[0]]
+    buffers = {layer: [buffer.data_ptr() for buffer in pair] for layer, pair in batch.cache.buffers.items()}
     for _ in range(5):
-        tokens += engine.round(request).committed
-        assert request.cache.get_seq_length() == request.anchor == len(tokens) - 1
+        tokens += engine.round(batch)[0].committed
+        anchor = batch.requests[0].anchor
+        assert anchor == len(tokens) - 1
         fresh = target.new_cache()
         target.forward(torch.tensor([tokens[:-1]]), fresh)
-        for layer, expected in zip(request.cache.layers, fresh.layers, strict=True):
-            assert torch.allclose(layer.keys, expected.keys, atol=1e-5)
-            assert torch.allclose(layer.values, expected.values, atol=1e-5)
+        for i, expected in enumerate(fresh.layers):
+            keys, values = (buffer[:, :, :anchor] for buffer in batch.cache.buffers[i])
+            assert torch.allclose(keys, expected.keys, atol=1e-5)
+            assert torch.allclose(values, expected.values, atol=1e-5)
+    after = {layer: [buffer.data_ptr() for buffer in pair] for layer, pair in batch.cache.buffers.items()}
+    assert after == buffers  # written in place, never reallocated

@@ -89,15 +89,15 @@ def test_the_end_of_the_context(plan, monkeypatch):
     assert len(PROMPT) + len(truth) == 18
     ends, forward = [], target.forward
 
-    def watched(tokens, cache, *rest):
-        ends.append(cache.get_seq_length() + tokens.shape[1])
-        return forward(tokens, cache, *rest)
+    def watched(tokens, cache, layer_ids, positions=None, masks=None):
+        ends.append(tokens.shape[1] if positions is None else int(positions.max()) + 1)
+        return forward(tokens, cache, layer_ids, positions, masks)
 
     monkeypatch.setattr(target, "forward", watched)
     drafter = scripted(target, truth + [0] * 5, plan) if plan else None
     generation = Engine(target, drafter).generate(PROMPT, 100)
     assert generation.tokens == truth and generation.finish == "length"
-    assert max(ends) <= 18  # no row of the target beyond its last position
+    assert max(ends) <= 18  # the target never sees a position beyond its last
     if plan == "half right":
         assert [len(r.proposals) for r in generation.rounds] == [4, 4, 4, 3]
 

@@ -72,7 +72,7 @@ def test_draws_follow_the_weights():
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
 def test_a_draw_at_the_very_edge_has_weight(u, monkeypatch):
     """Edges of the unit interval, and the edge between two tokens: what is drawn could be drawn."""
-    monkeypatch.setattr(torch, "rand", lambda *shape, **kw: torch.full(shape, u, dtype=kw["dtype"]))
+    monkeypatch.setattr(torch, "rand", lambda shape, **kw: torch.full(shape, u, dtype=kw["dtype"]))
     weights = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 3.0, 0.0, 3.0]])
     assert draw(weights).tolist() == ([1, 2] if u == 0 else [3, 4])
 

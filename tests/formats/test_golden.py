@@ -49,11 +49,13 @@ def test_case_passes_through_the_decoding_cache(case):
     embed = io.get("embed", checkpoint.embed)
     assert embed is not None
     block, length = embedding(io["block_tokens"], embed), io["target_hidden"].shape[1]
-    cache = DraftCache(checkpoint.config, length + 2 * block.shape[1], torch.float32, torch.device("cpu"))
+    size = block.shape[1]
+    cache = DraftCache(checkpoint.config, 1, length + 2 * size, torch.float32, torch.device("cpu"))
     for start, end in ((0, 11), (11, length)):
         rows = drafter.context(io["target_hidden"][:, start:end])
-        cache.commit(drafter.key_values(rows, torch.arange(start, end)[None]), end - start)
-        hidden = drafter.block(block, torch.arange(end, end + block.shape[1])[None], cache)
+        cache.write(drafter.key_values(rows, torch.arange(start, end)[None]), 0, [start])
+        cache.aim([end], size)
+        hidden = drafter.block(block, torch.arange(end, end + size)[None], cache)
     assert (hidden - io["expected_hidden"]).abs().max() < TOLERANCE
 
 

@@ -31,6 +31,7 @@ from ..errors import InputError
 from ..rows import block_rows, draft_rows
 from ..slots import SlotCache
 from ..target import Target
+from .processors import History, Penalties, Process
 from .sampling import Sampling
 from .state import DraftCache
 from .trace import Generation, Round
@@ -38,24 +39,30 @@ from .verify import Chooser, DraftSampling, verify
 
 
 class Prompt(NamedTuple):
-    """What is asked of the engine: token ids `[S]`, the longest response, and the seed of its random numbers."""
+    """What is asked of the engine: token ids `[S]`, the longest response, and the seed of its random numbers.
+
+    processors: logits processors of transformers, see `processors.py`.
+    """
 
     ids: Sequence[int]
     max_new_tokens: int
     seed: int = 0
+    processors: Sequence[Process] = ()
 
 
 @dataclass
 class Request:
     """One request between two rounds, on the host.
 
-    base: where the last verification began. anchor: position of the last committed token; rows base..anchor-1 of that
+    ids: prompt and response so far. base: where the last verification began. anchor: position of the last committed token; rows base..anchor-1 of that
     verification were committed, the rest was rejected. carried: how many of these the next draft reads.
     """
 
+    ids: list[int]
     generation: Generation
     limit: int
     generator: torch.Generator
+    processors: Sequence[Process]
     base: int
     anchor: int
     carried: int = 0
@@ -103,6 +110,7 @@ class Engine:
         draft_sampling: DraftSampling = "greedy",
         carry: bool = True,
         timed: bool | None = None,
+        penalties: Penalties = Penalties(),
     ) -> None:
         """drafter: None decodes plainly. draft_sampling: how to choose proposals above temperature 0, see `verify.py`.
 
@@ -115,6 +123,7 @@ class Engine:
         self.drafter = drafter
         self.sampling = sampling
         self.draft_sampling: DraftSampling = draft_sampling
+        self.penalties = penalties
         self.carries = carry and drafter is not None and drafter.config.carry != "none"
         self.timed = target.device.type == "cpu" if timed is None else timed
         self.layer_ids = drafter.config.layer_ids if drafter is not None else None
@@ -137,7 +146,7 @@ class Engine:
     ) -> Iterator[Round]:
         """Yields the rounds of `generate` one by one and keeps `generation` up to date, its first token included."""
         prompt = Prompt(prompt_ids, max_new_tokens, seed)
-        self._room(prompt)
+        self.check(prompt)
         return self._stream(prompt, Generation(len(prompt_ids)) if generation is None else generation)
 
     def _stream(self, prompt: Prompt, generation: Generation) -> Iterator[Round]:
@@ -145,7 +154,7 @@ class Engine:
         going = self.join(batch, prompt, generation)
         while going:
             (round_,) = self.round(batch)
-            going = not self._take(batch.requests[0], round_)
+            going = not self.take(batch.requests[0], round_)
             yield round_
 
     def generate_many(self, prompts: Sequence[Prompt], batch_size: int) -> Iterator[tuple[int, Generation]]:
@@ -157,7 +166,7 @@ class Engine:
         if batch_size < 1:
             raise InputError(f"the batch must have at least one row, got {batch_size}.")
         for prompt in prompts:
-            self._room(prompt)
+            self.check(prompt)
         if not prompts:
             return
         batch = self.new_batch(prompts, min(batch_size, len(prompts)))
@@ -174,14 +183,14 @@ class Engine:
                 return
             rounds = self.round(batch)
             for slot in reversed(range(len(rounds))):
-                if self._take(batch.requests[slot], rounds[slot]):
+                if self.take(batch.requests[slot], rounds[slot]):
                     yield indices[slot], batch.requests[slot].generation
                     batch.leave(slot)
                     indices[slot] = indices[-1]
                     indices.pop()
 
-    def _room(self, prompt: Prompt) -> int:
-        """How many tokens the response may have."""
+    def check(self, prompt: Prompt) -> int:
+        """How many tokens the response may have. Raises InputError for a prompt that cannot be answered."""
         length, vocab_size = len(prompt.ids), self.target.vocab_size
         if prompt.max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, got {prompt.max_new_tokens}.")
@@ -196,7 +205,7 @@ class Engine:
             )
         return min(prompt.max_new_tokens, self.target.max_length - length)
 
-    def _take(self, request: Request, round_: Round) -> bool:
+    def take(self, request: Request, round_: Round) -> bool:
         """Adds a round to its generation, cut at the end of the response; whether that is reached."""
         generation, stops = request.generation, self.target.stop_ids
         ends = (i + 1 for i, token in enumerate(round_.committed) if token in stops)
@@ -205,15 +214,27 @@ class Engine:
         round_.accepted = min(round_.accepted, len(round_.committed))
         generation.rounds.append(round_)
         generation.tokens += round_.committed
+        request.ids += round_.committed
         if generation.tokens[-1] in stops:
             generation.finish = "stop"
         return generation.finish == "stop" or len(generation.tokens) == request.limit
 
     # ---- the steps -------------------------------------------------------------------------------------------------
-    def new_batch(self, prompts: Sequence[Prompt], slots: int) -> Batch:
-        """An empty batch with room for each of these prompts and its response."""
+    def new_batch(self, prompts: Sequence[Prompt], slots: int, before: Batch | None = None) -> Batch:
+        """An empty batch with room for each of these prompts and its response.
+
+        before: an empty batch of as many slots whose rows are kept; it is returned itself where it is large enough.
+        """
         device, p = self.target.device, self.proposals
-        capacity = max(len(prompt.ids) + self._room(prompt) for prompt in prompts) + p + 1
+        capacity = max(len(prompt.ids) + self.check(prompt) for prompt in prompts) + p + 1
+        if before is not None:
+            before.requests.clear()
+            if before.cache.capacity < capacity:
+                capacity = max(capacity, 2 * before.cache.capacity)
+                before.cache.grow(capacity)
+                if before.draft_cache is not None and self.drafter is not None:
+                    before.draft_cache.grow(capacity + self.drafter.config.block_size)
+            return before
         batch = Batch(torch.zeros(slots, dtype=torch.long, device=device), SlotCache(slots, capacity))
         if self.drafter is not None:
             config, dtype = self.drafter.config, self.drafter.dtype
@@ -223,24 +244,29 @@ class Engine:
         return batch
 
     @torch.no_grad()
-    def join(self, batch: Batch, prompt: Prompt, generation: Generation) -> bool:
+    def join(self, batch: Batch, prompt: Prompt, generation: Generation, start: int = 0) -> bool:
         """Runs a prompt in the first free slot and chooses its first token, the first anchor.
 
-        Returns whether the response goes on; if that token is its whole response, the slot stays free.
+        start: how many of its tokens the slot's caches hold already. Returns whether the response goes on; if that token is its whole response, the slot stays free.
         """
         began, device, slot = time.perf_counter(), self.target.device, len(batch.requests)
-        generator = torch.Generator(device).manual_seed(prompt.seed)
-        ids = torch.tensor([prompt.ids], device=device)
-        out = self.target.prefill(ids, batch.cache, slot, 0, self.layer_ids)
-        batch.tokens[slot] = self.sampling.choose(self.target.head(out.hidden[:, -1]), generator)[0]
-        length, first = len(prompt.ids), int(batch.tokens[slot])
+        length, generator = len(prompt.ids), torch.Generator(device).manual_seed(prompt.seed)
+        processors = [*self.penalties.processors(length, self.target.stop_ids, device), *prompt.processors]
+        request = Request(list(prompt.ids), generation, self.check(prompt), generator, processors, length, length)
+        ids = torch.tensor([prompt.ids[start:]], device=device)
+        out = self.target.prefill(ids, batch.cache, slot, start, self.layer_ids)
+        logits = self.target.head(out.hidden[:, -1])
+        if history := self._history([request]):
+            logits = history.row(logits, ids[:, :0])
+        batch.tokens[slot] = self.sampling.choose(logits, generator)[0]
+        first = int(batch.tokens[slot])
         if self.drafter is not None:
             assert batch.draft_cache is not None and batch.features is not None and out.features is not None
             rows = self.drafter.context(out.features.to(self.drafter.dtype))
-            kv = self.drafter.key_values(rows, torch.arange(length, device=device)[None])
-            batch.draft_cache.write(kv, slot, [0])
+            kv = self.drafter.key_values(rows, torch.arange(start, length, device=device)[None])
+            batch.draft_cache.write(kv, slot, [start])
             batch.features[slot] = 0
-        request = Request(generation, self._room(prompt), generator, length, length)
+        request.ids.append(first)
         generation.tokens.append(first)
         if first in self.target.stop_ids:
             generation.finish = "stop"
@@ -287,7 +313,8 @@ class Engine:
         if self.drafter is None:
             return tokens.new_empty(len(tokens), 0), None
         hidden = self.draft_states(batch)
-        chooser = Chooser(self.sampling, self.draft_sampling, [r.generator for r in batch.requests])
+        generators, history = [r.generator for r in batch.requests], self._history(batch.requests)
+        chooser = Chooser(self.sampling, self.draft_sampling, generators, history)
         proposals, _ = self.drafter.propose(hidden, tokens, self._head, chooser)
         return proposals, chooser.probabilities
 
@@ -312,6 +339,12 @@ class Engine:
         embeds = self.target.embed(block).to(drafter.dtype)
         return drafter.block(embeds, queries.position, cache, masks)
 
+    def _history(self, requests: list[Request]) -> History | None:
+        """None where no request has a processor."""
+        if not any(request.processors for request in requests):
+            return None
+        return History([r.ids for r in requests], [r.processors for r in requests], self.target.device)
+
     def _head(self, hidden: Tensor) -> Tensor:
         return self.target.head(hidden.to(self.target.dtype))
 
@@ -320,8 +353,10 @@ class Engine:
         requests = batch.requests
         tokens = torch.cat((batch.tokens[: len(requests), None], proposals), dim=1)
         out = self.target.verify(tokens, batch.cache, batch.anchors, self.layer_ids)
-        generators = [request.generator for request in requests]
-        verdict = verify(proposals, self.target.head(out.hidden), self.sampling, q, generators)
+        logits, generators = self.target.head(out.hidden), [request.generator for request in requests]
+        if history := self._history(requests):
+            logits = history.rows(logits, proposals)
+        verdict = verify(proposals, logits, self.sampling, q, generators)
         batch.tokens[: len(requests)] = verdict.next_token
         if batch.features is not None and out.features is not None:
             batch.features[: len(requests)] = out.features

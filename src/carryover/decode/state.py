@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..drafter.config import DrafterConfig
-from ..slots import Window
+from ..slots import Window, grown
 
 LayerKeyValues = list[tuple[Tensor, Tensor]]  # keys and values [b, G, rows, hd] of every layer
 
@@ -51,6 +51,9 @@ class DraftCache:
         """Writes the block's rows `[b, G, B, hd]` where `aim` said; returns views of all rows, `[b, G, K, hd]`."""
         self.target.write(self.layers[layer], (keys, values))
         return self.target.read(self.layers[layer])
+
+    def grow(self, capacity: int) -> None:
+        self.layers = [grown(buffers, capacity) for buffers in self.layers]
 
     def move(self, source: int, slot: int, rows: int) -> None:
         """Copies the first `rows` rows of one slot to another."""

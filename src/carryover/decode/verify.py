@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .processors import History
 from .sampling import Generators, Sampling, draw, uniform
 
 DraftSampling = Literal["greedy", "probabilistic"]
@@ -82,15 +83,34 @@ def rejection_sampling(proposals: Tensor, p: Tensor, q: Tensor, generator: Gener
 class Chooser:
     """How the drafter of one round chooses its proposals; it remembers the distributions it drew from.
 
-    Called with logits `[b, P, V]` once (DFlash) or `[b, V]` for every proposal in turn (Markov).
+    Called with logits `[b, P, V]` once (DFlash) or `[b, V]` for every proposal in turn (Markov). With a history the
+    proposals are chosen one by one in either case, each processed behind the ones before it.
     """
 
-    def __init__(self, sampling: Sampling, draft_sampling: DraftSampling, generator: Generators) -> None:
-        self.sampling, self.generator = sampling, generator
+    def __init__(
+        self,
+        sampling: Sampling,
+        draft_sampling: DraftSampling,
+        generator: Generators,
+        history: History | None = None,
+    ) -> None:
+        self.sampling, self.generator, self.history = sampling, generator, history
         self.draws = draft_sampling == "probabilistic" and not sampling.greedy
         self._drawn: list[Tensor] = []
+        self._chosen: list[Tensor] = []
 
     def __call__(self, logits: Tensor) -> Tensor:
+        if self.history is None:
+            return self._choose(logits)
+        if logits.dim() == 3:
+            return torch.stack([self(row) for row in logits.unbind(1)], dim=1)
+        before = (
+            torch.stack(self._chosen, dim=1) if self._chosen else logits.new_empty(len(logits), 0, dtype=torch.long)
+        )
+        self._chosen.append(self._choose(self.history.row(logits, before)))
+        return self._chosen[-1]
+
+    def _choose(self, logits: Tensor) -> Tensor:
         if not self.draws:
             return logits.argmax(-1)
         self._drawn.append(self.sampling.probabilities(logits))
