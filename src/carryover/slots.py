@@ -64,13 +64,16 @@ class SlotCache(Cache):
         self.target = Window(first, starts, rows, device)
         return self.target.length
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Writes `[b, G, Q, hd]` where `aim` said; returns views of all rows, `[b, G, K, hd]`."""
+        new = key_states, value_states
         if layer_idx not in self.buffers:
-            shape = (self.slots, keys.shape[1], self.capacity)
+            shape = (self.slots, key_states.shape[1], self.capacity)
             # Zeros, not `empty`: rows that nobody sees are still multiplied by a weight of zero, and 0 * NaN is NaN.
-            self.buffers[layer_idx] = tuple(x.new_zeros(*shape, x.shape[-1]) for x in (keys, values))  # type: ignore
-        self.target.write(self.buffers[layer_idx], (keys, values))
+            self.buffers[layer_idx] = tuple(x.new_zeros(*shape, x.shape[-1]) for x in new)  # type: ignore[assignment]
+        self.target.write(self.buffers[layer_idx], new)
         return self.target.read(self.buffers[layer_idx])
 
     def move(self, source: int, slot: int, rows: int) -> None:

@@ -22,11 +22,11 @@ def small(family: str) -> Target:
     return tiny_target(family, 24, 6, 5, eos_token_id=[7, 11], tie_word_embeddings=False)
 
 
-def prompts(count: int = 21) -> list[Prompt]:
-    """Lengths 1 to 19 and limits 1 to 29, so that requests start, end and leave at different times."""
+def prompts(count: int = 18) -> list[Prompt]:
+    """Lengths 1 to 19 and limits 1 to 17, so that requests start, end and leave at different times."""
     rng = random.Random(3)
     return [
-        Prompt([rng.randrange(24) for _ in range(1 + 7 * i % 19)], 1 + 11 * i % 29, seed=100 + i) for i in range(count)
+        Prompt([rng.randrange(24) for _ in range(1 + 7 * i % 19)], 1 + 11 * i % 17, seed=100 + i) for i in range(count)
     ]
 
 
@@ -57,7 +57,7 @@ def test_a_response_does_not_depend_on_its_company(family, head, carry, layers, 
     assert {finish for _, finish, _ in alone} == {"stop", "length"}
     assert any(carried for _, _, rounds in alone for *_, carried in rounds) == (carry != "none")
     order = list(range(len(asked)))
-    for size, shuffled in ((1, False), (4, False), (16, False), (16, True), (4, True), (64, True)):
+    for size, shuffled in ((1, False), (4, True), (16, True)):
         if shuffled:
             random.Random(size).shuffle(order)
         together = {order[i]: facts(g) for i, g in engine.generate_many([asked[j] for j in order], size)}

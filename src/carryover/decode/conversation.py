@@ -1,4 +1,4 @@
-"""A conversation keeps its caches: of a turn, only what earlier turns have not read is run through target and drafter."""
+"""A conversation keeps its caches: of each turn, only what earlier turns have not read is run."""
 
 from __future__ import annotations
 

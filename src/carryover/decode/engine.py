@@ -54,8 +54,9 @@ class Prompt(NamedTuple):
 class Request:
     """One request between two rounds, on the host.
 
-    ids: prompt and response so far. base: where the last verification began. anchor: position of the last committed token; rows base..anchor-1 of that
-    verification were committed, the rest was rejected. carried: how many of these the next draft reads.
+    ids: prompt and response so far. base: where the last verification began. anchor: position of the last committed
+    token; rows base..anchor-1 of that verification were committed, the rest was rejected. carried: how many of these
+    the next draft reads.
     """
 
     ids: list[int]
@@ -247,11 +248,12 @@ class Engine:
     def join(self, batch: Batch, prompt: Prompt, generation: Generation, start: int = 0) -> bool:
         """Runs a prompt in the first free slot and chooses its first token, the first anchor.
 
-        start: how many of its tokens the slot's caches hold already. Returns whether the response goes on; if that token is its whole response, the slot stays free.
+        start: how many of its tokens the slot's caches hold already. Returns whether the response goes on; if the first
+        token is all of it, the slot stays free.
         """
         began, device, slot = time.perf_counter(), self.target.device, len(batch.requests)
         length, generator = len(prompt.ids), torch.Generator(device).manual_seed(prompt.seed)
-        processors = [*self.penalties.processors(length, self.target.stop_ids, device), *prompt.processors]
+        processors = [*self.penalties.processors(length, sorted(self.target.stop_ids), device), *prompt.processors]
         request = Request(list(prompt.ids), generation, self.check(prompt), generator, processors, length, length)
         ids = torch.tensor([prompt.ids[start:]], device=device)
         out = self.target.prefill(ids, batch.cache, slot, start, self.layer_ids)

@@ -1,11 +1,11 @@
 """Logits processors inside a block: every row is processed as if the proposals before it were committed.
 
 A processor is any of transformers' `LogitsProcessor`: called with the token ids so far `[1, length]` and the scores of
-the next one `[1, V]`. Row i of a block is processed behind the committed tokens and proposals 1..i. Rows behind the first
-rejection are processed behind tokens that will never be there, and are never looked at.
+the next one `[1, V]`. Row i of a block is processed behind the committed tokens and proposals 1..i. Rows behind the
+first rejection are processed behind tokens that will never be there, and are never looked at.
 
-A processor must be a function of these two arguments. Those that remember earlier calls see every row, the rejected ones
-too, and are not supported.
+A processor must be a function of these two arguments. Those that remember earlier calls would see every row, the
+rejected ones too, and are not supported.
 
 Letters: `b` requests, `Q` rows of a block, `V` vocabulary. Source: SPEC 5 (every processor on both sides).
 """
@@ -14,19 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
-    LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
 
 from ..errors import InputError
 
-Process = Callable[[Tensor, Tensor], Tensor]  # (ids [1, length], scores [1, V]) -> scores [1, V]
+Process = Callable[[Any, Any], Any]  # (ids [1, length], scores [1, V]) -> scores [1, V]; LogitsProcessor is one
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,13 @@ class CountPenalties(LogitsProcessor):
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
+def apply(processors: Sequence[Process], ids: Tensor, scores: Tensor) -> Tensor:
+    """All of them in turn, as transformers' `LogitsProcessorList`."""
+    for process in processors:
+        scores = process(ids, scores)
+    return scores
+
+
 class History:
     """The committed tokens of the requests of a batch, and what processes their logits.
 
@@ -85,13 +92,13 @@ class History:
 
     def __init__(self, ids: list[list[int]], processors: list[Sequence[Process]], device: torch.device) -> None:
         self.committed = [torch.tensor(row, device=device) for row in ids]
-        self.processors = [LogitsProcessorList(row) for row in processors]
+        self.processors = processors
 
     def row(self, logits: Tensor, proposals: Tensor) -> Tensor:
         """`logits [b, V]` of the token behind `proposals [b, i]`; a new tensor, fp32."""
         out = logits.float()
         rows = [
-            processors(torch.cat((committed, proposals[r]))[None], out[r][None]) if processors else out[r][None]
+            apply(processors, torch.cat((committed, proposals[r]))[None], out[r][None]) if processors else out[r][None]
             for r, (committed, processors) in enumerate(zip(self.committed, self.processors, strict=True))
         ]
         return torch.cat(rows)
