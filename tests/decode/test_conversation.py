@@ -36,7 +36,8 @@ def test_turns_equal_fresh_ones_and_read_only_what_is_new(family, head, layers, 
     talk, ids = Conversation(engine), [3, 1, 4]
     p = engine.proposals
     for turn in range(5):
-        ids += [rng.randrange(24) for _ in range(1 + 3 * turn)]
+        new = 1 + 3 * turn
+        ids += [rng.randrange(24) for _ in range(new)]
         expected = engine.generate(ids, 13, seed=turn)
         target.decoder.forward = counted
         widths.clear()
@@ -47,7 +48,6 @@ def test_turns_equal_fresh_ones_and_read_only_what_is_new(family, head, layers, 
         if turn:  # the new tokens, the last of the response, and at most one verification's worth
             assert new + 1 <= talk.read <= new + p + 2
         ids += generation.tokens
-        new = 1 + 3 * (turn + 1)
     # Going back to an earlier point of the conversation, and to another conversation, is no different.
     for prompt in (ids[:9], [5, 5, 2], [5, 5, 2], ids[:20]):
         assert facts(talk.generate(prompt, 9, seed=1)) == facts(engine.generate(prompt, 9, seed=1))
