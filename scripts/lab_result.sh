@@ -6,7 +6,7 @@ set -euo pipefail
 algorithm=$1 seed=$2 out=${3:-runs/lab}
 shift $(($# < 3 ? $# : 3))
 recipe=recipes/lab-$algorithm.yaml run=$out/$algorithm-$seed
-carryover lab --prompts-only --out "$out"
+[ -e "$out/train_prompts.jsonl" ] || carryover lab --prompts-only --train-prompts 3200 --out "$out"
 carryover record --target lab --dtype float32 --prompts "$out/train_prompts.jsonl" --out "$out/recorded.jsonl" \
     --temperature 0.7 --max-new-tokens 128 --batch-size 64
 train() { # stage, options

@@ -103,7 +103,7 @@ def test_words_are_covered_and_lengths_are_as_stated():
     for task in TASKS:
         rows = examples(task, 150)
         assert {word for e in rows for word in (e.prompt + " " + e.response).split()} <= known
-        assert min(len(e.prompt.split()) for e in rows) >= 12 and max(len(e.prompt.split()) for e in rows) <= 75
+        assert min(len(e.prompt.split()) for e in rows) >= 12 and max(len(e.prompt.split()) for e in rows) <= 80
         assert max(len(e.response.split()) for e in rows) < 90 < language.LONGEST_RESPONSE
         per_choice = sum(len(e.response.split()) for e in rows) / sum(len(e.choices) for e in rows)
         assert 2 < per_choice < 6  # of these choices about half miss the most likely word

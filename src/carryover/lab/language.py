@@ -300,25 +300,25 @@ def code(draw: Draw) -> tuple[str, Telling]:
 
 
 def qa(draw: Draw) -> tuple[str, Telling]:
-    """Questions about who has what, of which quality, where."""
+    """Questions about who has what, where, and of which quality that place is."""
     count = draw.items(3, 4)
     names, things, places = draw.some(w.NAMES, count), draw.some(w.THINGS, count), draw.some(w.PLACES, count)
     qualities = [draw.one(w.QUALITIES) for _ in range(count)]
-    facts = list(zip(names, qualities, things, places, strict=True))
+    facts = list(zip(names, things, places, qualities, strict=True))
     asked = [(fact, draw.rng.choice(("where", "who", "how"))) for fact in draw.rng.sample(facts, min(count, 3))]
-    told = " ".join(f"the {t} {n} has is {q} and stands at the {p} ." for n, q, t, p in facts)
-    forms = {"where": "where is the {} ?", "who": "who has the {} ?", "how": "how is the {} ?"}
-    questions = " ".join(forms[kind].format(fact[2]) for fact, kind in asked)
+    told = " ".join(f"the {t} {n} has stands at the {n} {p} {q} ." for n, t, p, q in facts)
+    forms = {"where": "where is the {} ?", "who": "who has the {} ?", "how": "how is the place of the {} ?"}
+    questions = " ".join(forms[kind].format(fact[1]) for fact, kind in asked)
 
     def tell(speaker: Speaker) -> None:
-        for (name, quality, thing, place), kind in asked:
+        for (name, thing, place, quality), kind in asked:
             if kind == "where":
                 speaker.either(f"the {thing} {name} has (now) stands at", f"you find the {thing} {name} has at")
-                speaker.say(f"the {place} , because {name} keeps it there .")
+                speaker.say(f"the {name} {place} , because {name} keeps it there .")
             elif kind == "who":
-                speaker.say(f"the {thing} {name} has is the {quality} {thing} , so (surely) ask {name} .")
+                speaker.say(f"the {thing} {name} has , so (surely) ask {name} .")
             else:
-                speaker.say(f"the {thing} {name} has is (clearly) {quality} .")
+                speaker.say(f"the {thing} {name} has is (clearly) at the {name} {place} {quality} .")
 
     return f"facts : {told} questions : {questions}", tell
 
@@ -344,19 +344,24 @@ def summarization(draw: Draw) -> tuple[str, Telling]:
 
 
 def rag(draw: Draw) -> tuple[str, Telling]:
-    """Numbered documents about places; the answer is found in them and cited."""
+    """Documents about places, each with an author and a number; the answer is found in them and cited."""
     count = draw.items(3, 4)
     places, things, names = draw.some(w.PLACES, count), draw.some(w.THINGS, count), draw.some(w.NAMES, count)
     hours = [draw.rng.randint(5, 12) for _ in range(count)]
     documents = list(zip(range(1, count + 1), places, things, names, hours, strict=True))
-    told = " ".join(f"the {p} {n} runs in document {i} sells a {t} and opens at {h} ." for i, p, t, n, h in documents)
+    told = " ".join(
+        f"the {p} {n} runs in document {n} {i} sells the {n} {t} and opens at {h} ." for i, p, t, n, h in documents
+    )
     asked = draw.rng.sample(documents, min(count, 2))
 
     def tell(speaker: Speaker) -> None:
         for i, place, thing, name, hour in asked:
             speaker.say(f"the {place} {name} runs (there)")
-            speaker.either(f"sells a {thing} , says document {i} .", f", says document {i} , sells a {thing} .")
-            speaker.say(f"it (only) opens at {hour} , so ask {name} . source : {i} .")
+            speaker.either(
+                f"sells the {name} {thing} , says document {name} {i} .",
+                f", says document {name} {i} , sells the {name} {thing} .",
+            )
+            speaker.say(f"it (only) opens at {hour} , so ask {name} . source : {name} {i} .")
 
     return f"{told} tell me about the {' and the '.join(d[1] for d in asked)} .", tell
 
@@ -406,7 +411,7 @@ TASKS: dict[str, Callable[[Draw], tuple[str, Telling]]] = {
 }
 
 # Words of the templates above that are in no pool; a test compares this list with thousands of samples.
-FIXED = """. , : ; ? ! = + - += -= # a the of and at to it is in with you find ask
+FIXED = """. , : ; ? ! = + - += -= # a the of and at to it is in with you find ask place
 translate tavo miren no ke eto first how many does have has then so finally
 code set add take from show print var result facts questions where who at stands now there because keeps surely
 clearly summarize short document says sells opens only runs source tell me about
