@@ -18,7 +18,7 @@ import torch
 from carryover.config import Recipe, drafter_config
 from carryover.data.chat import render_prompt
 from carryover.data.prompts import SUITES, load_prompts
-from carryover.decode.engine import Engine, Prompt
+from carryover.decode.engine import Engine, Request
 from carryover.decode.trace import Generation
 from carryover.drafter.modeling import Drafter
 from carryover.target import Target
@@ -44,7 +44,7 @@ def main() -> None:
     ids = render_prompt(target.tokenizer, load_prompts(SUITES["smollm2_demo"])[0].turns[:1])
     engine = Engine(target, drafter)
     off = Engine(target, drafter, carry=False)
-    prompt = Prompt(ids, 16 * args.rounds)
+    prompt = Request(ids, 16 * args.rounds)
     batch = engine.new_batch([prompt], 1)
     engine.join(batch, prompt, Generation(len(ids)))
     seconds: dict[str, list[float]] = {"with carry": [], "without": [], "verify": []}

@@ -86,6 +86,10 @@ TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is gr
 TopKOption = Annotated[int, typer.Option("--top-k", help="0 keeps all tokens.")]
 TopPOption = Annotated[float, typer.Option("--top-p", help="1 keeps all tokens.")]
 MinPOption = Annotated[float, typer.Option("--min-p", help="0 keeps all tokens.")]
+RepetitionOption = Annotated[float, typer.Option("--repetition-penalty", help="1 changes nothing.")]
+PresenceOption = Annotated[float, typer.Option("--presence-penalty", help="On tokens of the response, -2 to 2.")]
+FrequencyOption = Annotated[float, typer.Option("--frequency-penalty", help="The same per occurrence, -2 to 2.")]
+MinNewTokensOption = Annotated[int, typer.Option("--min-new-tokens", min=0, help="No end token before so many.")]
 DraftSamplingOption = Annotated[
     Literal["greedy", "probabilistic"],
     typer.Option("--draft-sampling", help="How proposals are chosen above temperature 0; both are lossless."),
@@ -200,10 +204,15 @@ def evaluate(
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
     min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionOption = 1.0,
+    presence_penalty: PresenceOption = 0.0,
+    frequency_penalty: FrequencyOption = 0.0,
+    min_new_tokens: MinNewTokensOption = 0,
     draft_sampling: DraftSamplingOption = "probabilistic",
     max_new_tokens: MaxNewTokensOption = 256,
     seed: SeedOption = 0,
     carry_off: Annotated[bool, typer.Option("--carry-off", help="Also run carrying drafters without carry.")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that decode together; 1 measures latency.")] = 1,
     template: TemplateOption = "{}",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
@@ -213,13 +222,16 @@ def evaluate(
 ) -> None:
     """Decode prompts plainly and with every drafter, interleaved: acceptance, speed, identity. Resumable."""
     from .data.prompts import load_prompts
+    from .decode.processors import Penalties
     from .decode.sampling import Sampling
     from .evaluate.run import Plan
     from .evaluate.run import evaluate as run_evaluation
 
     _quiet()
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    plan = Plan(max_new_tokens, sampling, draft_sampling, seed, carry_off, _template(template))
+    penalties = Penalties(repetition_penalty, presence_penalty, frequency_penalty, min_new_tokens)
+    options = _template(template)
+    plan = Plan(max_new_tokens, sampling, draft_sampling, seed, carry_off, batch_size, penalties, options)
     asked = load_prompts(prompts, task, limit, seed)
     loaded = _target(target, dtype, device)
     drafters = {path: _drafter(path, loaded) for path in drafter or []}
@@ -234,16 +246,21 @@ def evaluate(
 @app.command()
 def generate(
     target: TargetOption,
-    prompt: Annotated[str, typer.Option(help="The user's message.")],
+    prompt: Annotated[list[str], typer.Option(help="The user's message; repeat it for several turns.")],
     drafter: Annotated[str | None, typer.Option(help="Folder or hub id; left out: plain decoding.")] = None,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
     min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionOption = 1.0,
+    presence_penalty: PresenceOption = 0.0,
+    frequency_penalty: FrequencyOption = 0.0,
+    min_new_tokens: MinNewTokensOption = 0,
     draft_sampling: DraftSamplingOption = "probabilistic",
     max_new_tokens: MaxNewTokensOption = 256,
     seed: SeedOption = 0,
     carry: Annotated[bool, typer.Option(help="Carry rejected states, if the drafter can.")] = True,
+    stream: Annotated[bool, typer.Option(help="Print text as it is decoded.")] = True,
     trace: Annotated[Path | None, typer.Option(help="Write the rounds here, one JSON object a line.")] = None,
     template: TemplateOption = "{}",
     dtype: DtypeOption = "auto",
@@ -252,17 +269,20 @@ def generate(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Answer one prompt, printing the text as it is decoded."""
+    """Answer a prompt, or one turn after another of a conversation, printing the text as it is decoded."""
     from dataclasses import asdict
 
-    from .data.chat import render_prompt
+    from .data.chat import conversation, render_prompt
+    from .decode.conversation import Conversation
     from .decode.engine import Engine
+    from .decode.processors import Penalties
     from .decode.sampling import Sampling
     from .decode.trace import Generation
 
     _quiet()
     sampling, options = Sampling(temperature, top_k, top_p, min_p), _template(template)
-    if not prompt.strip():
+    penalties = Penalties(repetition_penalty, presence_penalty, frequency_penalty, min_new_tokens)
+    if not all(turn.strip() for turn in prompt):
         raise InputError("the prompt is empty.")
     if trace is not None:
         with trace.open("a"):  # a place that cannot be written to is named before anything is decoded
@@ -270,32 +290,38 @@ def generate(
     loaded = _target(target, dtype, device)
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
-    ids = render_prompt(tokenizer, [prompt], options)
-    engine = Engine(loaded, _drafter(drafter, loaded) if drafter else None, sampling, draft_sampling, carry)
-    generation, shown = Generation(len(ids)), ""
-    for _ in engine.rounds(ids, max_new_tokens, seed, generation):
+    draft = _drafter(drafter, loaded) if drafter else None
+    talk = Conversation(Engine(loaded, draft, sampling, draft_sampling, carry, penalties=penalties))
+    replies: list[str] = []
+    all_rounds: list[dict[str, Any]] = []
+    for _ in prompt:
+        ids = render_prompt(tokenizer, conversation(prompt, replies), options)
+        generation, shown = Generation(len(ids)), ""
+        for _ in talk.rounds(ids, max_new_tokens, seed, generation):
+            text = str(tokenizer.decode(generation.tokens, skip_special_tokens=True))
+            if stream and not as_json and text.startswith(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                typer.echo(text[len(shown) :], nl=False)
+                shown = text
         text = str(tokenizer.decode(generation.tokens, skip_special_tokens=True))
-        if not as_json and text.startswith(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            typer.echo(text[len(shown) :], nl=False)
-            shown = text
-    text = str(tokenizer.decode(generation.tokens, skip_special_tokens=True))
-    rounds = generation.rounds
+        replies.append(text)
+        rounds = generation.rounds
+        all_rounds += map(asdict, rounds)
+        figures = {
+            "tokens": len(generation.tokens),
+            "rounds": len(rounds),
+            "acceptance_length": sum(len(r.committed) for r in rounds) / len(rounds) if rounds else None,
+            "tokens_per_second": len(generation.tokens) / generation.seconds,
+            "finish": generation.finish,
+        }
+        if as_json:
+            typer.echo(json.dumps({"text": text, "token_ids": generation.tokens, **figures}))
+            continue
+        typer.echo(text[len(shown) :] if text.startswith(shown) else "")
+        per_round = f", {figures['acceptance_length']:.2f} tokens per verification" if rounds else ""
+        speed = f"{figures['tokens_per_second']:.1f} tokens/s"
+        typer.echo(f"[{figures['tokens']} tokens in {len(rounds)} rounds{per_round}, {speed}]", err=True)
     if trace is not None:
-        trace.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rounds), encoding="utf-8")
-    figures = {
-        "tokens": len(generation.tokens),
-        "rounds": len(rounds),
-        "acceptance_length": sum(len(r.committed) for r in rounds) / len(rounds) if rounds else None,
-        "tokens_per_second": len(generation.tokens) / generation.seconds,
-        "finish": generation.finish,
-    }
-    if as_json:
-        typer.echo(json.dumps({"text": text, "token_ids": generation.tokens, **figures}))
-        return
-    typer.echo(text[len(shown) :] if text.startswith(shown) else "")
-    per_round = f", {figures['acceptance_length']:.2f} tokens per verification" if rounds else ""
-    speed = f"{figures['tokens_per_second']:.1f} tokens/s"
-    typer.echo(f"[{figures['tokens']} tokens in {len(rounds)} rounds{per_round}, {speed}]", err=True)
+        trace.write_text("".join(json.dumps(r) + "\n" for r in all_rounds), encoding="utf-8")
 
 
 @app.command()

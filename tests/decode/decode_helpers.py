@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from carryover.decode.engine import Batch, Engine, Prompt
+from carryover.decode.engine import Batch, Engine, Request
 from carryover.decode.trace import Generation
 from carryover.drafter.config import DrafterConfig
 from carryover.drafter.modeling import Drafter, Proposals
@@ -40,7 +40,7 @@ CARRIES: dict[str, dict[str, Any]] = {
 
 def begin(engine: Engine, ids: list[int], max_new_tokens: int, seed: int = 0) -> Batch:
     """A batch of one whose prompt has been read."""
-    prompt = Prompt(ids, max_new_tokens, seed)
+    prompt = Request(ids, max_new_tokens, seed)
     batch = engine.new_batch([prompt], 1)
     assert engine.join(batch, prompt, Generation(len(ids)))
     return batch

@@ -10,7 +10,7 @@ import torch
 from decode_helpers import CARRIES, HEADS, LAYERS, make_drafter
 from tiny import tiny_target
 
-from carryover.decode.engine import Engine, Prompt
+from carryover.decode.engine import Engine, Request
 from carryover.decode.sampling import Sampling
 from carryover.errors import InputError
 from carryover.target import Target
@@ -22,11 +22,11 @@ def small(family: str) -> Target:
     return tiny_target(family, 24, 6, 5, eos_token_id=[7, 11], tie_word_embeddings=False)
 
 
-def prompts(count: int = 18) -> list[Prompt]:
+def prompts(count: int = 18) -> list[Request]:
     """Lengths 1 to 19 and limits 1 to 17, so that requests start, end and leave at different times."""
     rng = random.Random(3)
     return [
-        Prompt([rng.randrange(24) for _ in range(1 + 7 * i % 19)], 1 + 11 * i % 17, seed=100 + i) for i in range(count)
+        Request([rng.randrange(24) for _ in range(1 + 7 * i % 19)], 1 + 11 * i % 17, seed=100 + i) for i in range(count)
     ]
 
 
@@ -76,7 +76,7 @@ def test_batches_work_through_the_queue_and_forward_once_a_round(monkeypatch):
         return forward(tokens, **kwargs)
 
     monkeypatch.setattr(target.decoder, "forward", counted)
-    asked = [Prompt([3 + i % 4, 9], limit, i) for i, limit in enumerate([20, 3, 3, 3, 3, 3, 1, 9])]
+    asked = [Request([3 + i % 4, 9], limit, i) for i, limit in enumerate([20, 3, 3, 3, 3, 3, 1, 9])]
     monkeypatch.setattr(target.model.generation_config, "eos_token_id", 99)
     made = {}
     for carry in ("none", "embedding"):
@@ -108,7 +108,7 @@ def test_refusals_come_before_anything_is_decoded(monkeypatch):
     monkeypatch.setattr(target, "prefill", lambda *args: pytest.fail("decoded"))
     engine = Engine(target)
     with pytest.raises(InputError, match="empty"):
-        next(engine.generate_many([Prompt([3], 4), Prompt([], 4)], 2))
+        next(engine.generate_many([Request([3], 4), Request([], 4)], 2))
     with pytest.raises(InputError, match="at least one row, got 0"):
         next(engine.generate_many(prompts(), 0))
     assert list(engine.generate_many([], 4)) == []

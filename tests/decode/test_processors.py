@@ -13,7 +13,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from carryover.decode.engine import Engine, Prompt
+from carryover.decode.engine import Engine, Request
 from carryover.decode.processors import CountPenalties, History, Penalties
 from carryover.decode.sampling import Sampling
 from carryover.errors import InputError
@@ -65,7 +65,7 @@ def test_greedy_output_is_that_of_transformers(target, setting):
     accepted = 0
     for drafter in drafters(target):
         engine = Engine(target, drafter, penalties=penalties)
-        asked = [Prompt(PROMPT, NEW, 0, processors), Prompt([9, 2], 7, 1), Prompt(PROMPT, NEW, 2, processors)]
+        asked = [Request(PROMPT, NEW, 0, processors), Request([9, 2], 7, 1), Request(PROMPT, NEW, 2, processors)]
         made = dict(engine.generate_many(asked, 2))
         assert made[0].tokens == made[2].tokens == theirs
         accepted += sum(r.accepted for r in made[0].rounds)
@@ -120,7 +120,7 @@ def test_two_tokens_have_the_exact_joint_distribution(draft_sampling, head):
     drafter = make_drafter(target, 1, num_hidden_layers=1, block_size=3, carry="embedding", **HEADS[head])
     engine = Engine(target, drafter, sampling, draft_sampling, penalties=penalties, timed=False)
     counts = torch.zeros(vocab, vocab, dtype=torch.float64)
-    for _, generation in engine.generate_many([Prompt(prompt, 3, seed) for seed in range(runs)], 32):
+    for _, generation in engine.generate_many([Request(prompt, 3, seed) for seed in range(runs)], 32):
         counts[generation.tokens[1], generation.tokens[2]] += 1
     counts, expected = counts.flatten(), expected.flatten() * runs
     assert not counts[expected == 0].any() and not counts.view(vocab, vocab)[2].any()

@@ -11,7 +11,7 @@ import torch
 from helpers import packed, tiny_drafter
 from tiny import tiny_target
 
-from carryover.decode.engine import Engine, Request
+from carryover.decode.engine import Batch, Engine
 from carryover.drafter.modeling import Drafter
 from carryover.train.anchors import Anchors
 from carryover.train.transition import Transition, draft, read_prefix, second_draft, transition, verify
@@ -31,8 +31,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 class Recording(Engine):
     """Keeps the block states of every round."""
 
-    def draft_states(self, request: Request) -> torch.Tensor:
-        states = super().draft_states(request)
+    def draft_states(self, batch: Batch) -> torch.Tensor:
+        states = super().draft_states(batch)
         self.states.append(states)
         return states
 

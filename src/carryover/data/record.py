@@ -22,15 +22,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
 
+from ..decode.engine import Engine, Request
 from ..decode.sampling import Sampling
 from ..errors import InputError
 from ..files import write_text
-from ..rows import Rows, concat, context_rows
 from ..target import Target
 from .chat import Options, conversation, render_prompt, template_fingerprint
 from .jsonl import read_jsonl
@@ -41,7 +39,7 @@ Respond = Callable[[Target, list[list[int]], list[int], Sampling, int], list[lis
 DESCRIPTIVE = ("target", "prompts")  # manifest entries that may differ when a recording is continued
 
 
-class Request(NamedTuple):
+class Turn(NamedTuple):
     """One response to be recorded: turn `turn` of a prompt, under its own id."""
 
     id: str
@@ -115,61 +113,25 @@ def record(
     return Recorded(written, found, too_long)
 
 
-@torch.no_grad()
 def respond_batch(
-    target: Target, prompts: list[list[int]], seeds: list[int], sampling: Sampling, max_new_tokens: int
+    target: Target,
+    prompts: list[list[int]],
+    seeds: list[int],
+    sampling: Sampling,
+    max_new_tokens: int,
+    batch_size: int | None = None,
 ) -> list[list[int]]:
-    """Responses of a batch of prompts, decoded together. A finished request leaves the batch at once.
-
-    Prompts are padded on the right and the padding is hidden by the masks of `rows.py`, so each request sees exactly
-    what it would see alone, at its own positions, in every family of targets.
-    """
-    device, b = target.device, len(prompts)
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    columns = torch.arange(int(lengths.max()), device=device).expand(b, -1)
-    real = columns < lengths[:, None]
-    tokens = torch.zeros_like(columns, dtype=torch.long)
-    tokens[real] = torch.tensor([i for p in prompts for i in p], device=device)
-    positions = torch.minimum(columns, lengths[:, None] - 1)  # padding looks at the last token, so no row sees nothing
-    queries = context_rows(positions, torch.zeros_like(positions))
-    keys = context_rows(positions, torch.where(real, 0, -1))
-
-    cache, generators = target.new_cache(), [torch.Generator(device).manual_seed(s) for s in seeds]
-    hidden = target.forward(tokens, cache, positions=positions, masks=target.masks(queries, keys)).hidden
-    state = hidden[torch.arange(b, device=device), lengths - 1]
-    responses: list[list[int]] = [[] for _ in prompts]
-    active = list(range(b))
-    while True:
-        chosen = _choose(target.head(state), sampling, [generators[r] for r in active])
-        keep = []
-        for i, (r, token) in enumerate(zip(active, chosen.tolist(), strict=True)):
-            responses[r].append(token)
-            room = min(max_new_tokens, target.max_length - len(prompts[r]))
-            if token not in target.stop_ids and len(responses[r]) < room:
-                keep.append(i)
-        if not keep:
-            return responses
-        if len(keep) < len(active):
-            active, left = [active[i] for i in keep], torch.tensor(keep, device=device)
-            target.select(cache, left)
-            keys, lengths, chosen = Rows(*(field[left] for field in keys)), lengths[left], chosen[left]
-        new = context_rows(lengths[:, None], torch.zeros_like(lengths[:, None]))
-        keys, lengths = concat(keys, new), lengths + 1
-        out = target.forward(chosen[:, None], cache, positions=new.position, masks=target.masks(new, keys))
-        state = out.hidden[:, 0]
-
-
-def _choose(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
-    """One token per row of `logits [b, V]`, each row drawn with its own generator."""
-    if sampling.greedy:
-        return sampling.choose(logits)
-    return torch.cat([sampling.choose(row[None], g) for row, g in zip(logits, generators, strict=True)])
+    """Responses in the order of the prompts, decoded `batch_size` at a time (None: all together)."""
+    engine = Engine(target, sampling=sampling, timed=False)
+    asked = [Request(ids, max_new_tokens, seed) for ids, seed in zip(prompts, seeds, strict=True)]
+    answers = dict(engine.generate_many(asked, batch_size or len(asked)))
+    return [answers[i].tokens for i in range(len(asked))]
 
 
 # ---- what is to be recorded ------------------------------------------------------------------------------------------
 def _requests(
     target: Target, prompts: Sequence[Prompt], turn: int, answers: dict[str, str], options: Options | None
-) -> tuple[list[Request], int]:
+) -> tuple[list[Turn], int]:
     """The requests of one turn whose earlier turns are answered, and how many leave no room for a response."""
     assert target.tokenizer is not None
     requests, too_long = [], 0
@@ -182,7 +144,7 @@ def _requests(
             continue
         ids = render_prompt(target.tokenizer, conversation(prompt.turns, earlier), options)  # type: ignore[arg-type]
         if len(ids) < target.max_length:
-            requests.append(Request(_id(prompt, turn), prompt, turn, ids))
+            requests.append(Turn(_id(prompt, turn), prompt, turn, ids))
         else:
             too_long += 1
     return requests, too_long
@@ -192,7 +154,7 @@ def _id(prompt: Prompt, turn: int) -> str:
     return prompt.id if len(prompt.turns) == 1 else f"{prompt.id}#{turn + 1}"
 
 
-def _batches(requests: list[Request], done: Any, size: int, seed: int) -> Iterator[list[Request]]:
+def _batches(requests: list[Turn], done: Any, size: int, seed: int) -> Iterator[list[Turn]]:
     """Requests of similar length together, the batches in random order so that a part is a fair sample of the whole.
 
     Batches are formed before the finished ones are taken out: a continued recording decodes in the same company.
@@ -277,7 +239,7 @@ def _append(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
     os.fsync(file.fileno())
 
 
-def _row(target: Target, request: Request, response: list[int]) -> dict[str, Any]:
+def _row(target: Target, request: Turn, response: list[int]) -> dict[str, Any]:
     assert target.tokenizer is not None
     prompt = request.prompt
     return {

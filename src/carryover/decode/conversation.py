@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from .engine import Batch, Engine, Prompt
+from .engine import Batch, Engine, Request
 from .trace import Generation, Round
 
 
@@ -34,11 +34,11 @@ class Conversation:
         self, prompt_ids: Sequence[int], max_new_tokens: int, seed: int = 0, generation: Generation | None = None
     ) -> Iterator[Round]:
         """Yields the rounds of `generate`; one that is left unfinished leaves the caches in order."""
-        prompt = Prompt(prompt_ids, max_new_tokens, seed)
+        prompt = Request(prompt_ids, max_new_tokens, seed)
         self.engine.check(prompt)
         return self._rounds(prompt, Generation(len(prompt_ids)) if generation is None else generation)
 
-    def _rounds(self, prompt: Prompt, generation: Generation) -> Iterator[Round]:
+    def _rounds(self, prompt: Request, generation: Generation) -> Iterator[Round]:
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, prompt.ids, strict=False)))
         start = min(shared, self.kept, len(prompt.ids) - 1)  # the last token's state gives the first of the response
         self.batch = self.engine.new_batch([prompt], 1, self.batch)

@@ -38,7 +38,7 @@ from .trace import Generation, Round
 from .verify import Chooser, DraftSampling, verify
 
 
-class Prompt(NamedTuple):
+class Request(NamedTuple):
     """What is asked of the engine: token ids `[S]`, the longest response, and the seed of its random numbers.
 
     processors: logits processors of transformers, see `processors.py`.
@@ -51,7 +51,7 @@ class Prompt(NamedTuple):
 
 
 @dataclass
-class Request:
+class Active:
     """One request between two rounds, on the host.
 
     ids: prompt and response so far. base: where the last verification began. anchor: position of the last committed
@@ -81,7 +81,7 @@ class Batch:
     cache: SlotCache
     draft_cache: DraftCache | None = None
     features: Tensor | None = None
-    requests: list[Request] = field(default_factory=list)
+    requests: list[Active] = field(default_factory=list)
 
     @property
     def anchors(self) -> list[int]:
@@ -146,11 +146,11 @@ class Engine:
         self, prompt_ids: Sequence[int], max_new_tokens: int, seed: int = 0, generation: Generation | None = None
     ) -> Iterator[Round]:
         """Yields the rounds of `generate` one by one and keeps `generation` up to date, its first token included."""
-        prompt = Prompt(prompt_ids, max_new_tokens, seed)
+        prompt = Request(prompt_ids, max_new_tokens, seed)
         self.check(prompt)
         return self._stream(prompt, Generation(len(prompt_ids)) if generation is None else generation)
 
-    def _stream(self, prompt: Prompt, generation: Generation) -> Iterator[Round]:
+    def _stream(self, prompt: Request, generation: Generation) -> Iterator[Round]:
         batch = self.new_batch([prompt], 1)
         going = self.join(batch, prompt, generation)
         while going:
@@ -158,7 +158,7 @@ class Engine:
             going = not self.take(batch.requests[0], round_)
             yield round_
 
-    def generate_many(self, prompts: Sequence[Prompt], batch_size: int) -> Iterator[tuple[int, Generation]]:
+    def generate_many(self, prompts: Sequence[Request], batch_size: int) -> Iterator[tuple[int, Generation]]:
         """Responds to prompts, `batch_size` at a time; yields each one's index and response as soon as it is complete.
 
         A request that ends leaves its slot to the next prompt. In fp32 each response is the one of `generate`. Raises
@@ -190,7 +190,7 @@ class Engine:
                     indices[slot] = indices[-1]
                     indices.pop()
 
-    def check(self, prompt: Prompt) -> int:
+    def check(self, prompt: Request) -> int:
         """How many tokens the response may have. Raises InputError for a prompt that cannot be answered."""
         length, vocab_size = len(prompt.ids), self.target.vocab_size
         if prompt.max_new_tokens < 1:
@@ -206,7 +206,7 @@ class Engine:
             )
         return min(prompt.max_new_tokens, self.target.max_length - length)
 
-    def take(self, request: Request, round_: Round) -> bool:
+    def take(self, request: Active, round_: Round) -> bool:
         """Adds a round to its generation, cut at the end of the response; whether that is reached."""
         generation, stops = request.generation, self.target.stop_ids
         ends = (i + 1 for i, token in enumerate(round_.committed) if token in stops)
@@ -221,7 +221,7 @@ class Engine:
         return generation.finish == "stop" or len(generation.tokens) == request.limit
 
     # ---- the steps -------------------------------------------------------------------------------------------------
-    def new_batch(self, prompts: Sequence[Prompt], slots: int, before: Batch | None = None) -> Batch:
+    def new_batch(self, prompts: Sequence[Request], slots: int, before: Batch | None = None) -> Batch:
         """An empty batch with room for each of these prompts and its response.
 
         before: an empty batch of as many slots whose rows are kept; it is returned itself where it is large enough.
@@ -245,7 +245,7 @@ class Engine:
         return batch
 
     @torch.no_grad()
-    def join(self, batch: Batch, prompt: Prompt, generation: Generation, start: int = 0) -> bool:
+    def join(self, batch: Batch, prompt: Request, generation: Generation, start: int = 0) -> bool:
         """Runs a prompt in the first free slot and chooses its first token, the first anchor.
 
         start: how many of its tokens the slot's caches hold already. Returns whether the response goes on; if the first
@@ -254,7 +254,7 @@ class Engine:
         began, device, slot = time.perf_counter(), self.target.device, len(batch.requests)
         length, generator = len(prompt.ids), torch.Generator(device).manual_seed(prompt.seed)
         processors = [*self.penalties.processors(length, sorted(self.target.stop_ids), device), *prompt.processors]
-        request = Request(list(prompt.ids), generation, self.check(prompt), generator, processors, length, length)
+        request = Active(list(prompt.ids), generation, self.check(prompt), generator, processors, length, length)
         ids = torch.tensor([prompt.ids[start:]], device=device)
         out = self.target.prefill(ids, batch.cache, slot, start, self.layer_ids)
         logits = self.target.head(out.hidden[:, -1])
@@ -341,7 +341,7 @@ class Engine:
         embeds = self.target.embed(block).to(drafter.dtype)
         return drafter.block(embeds, queries.position, cache, masks)
 
-    def _history(self, requests: list[Request]) -> History | None:
+    def _history(self, requests: list[Active]) -> History | None:
         """None where no request has a processor."""
         if not any(request.processors for request in requests):
             return None

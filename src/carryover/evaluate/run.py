@@ -23,7 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..data.chat import conversation, render_prompt
 from ..data.prompts import Prompt
-from ..decode.engine import Engine
+from ..decode.engine import Engine, Request
+from ..decode.processors import Penalties
 from ..decode.sampling import Sampling
 from ..decode.trace import Generation
 from ..decode.verify import DraftSampling
@@ -37,12 +38,14 @@ from .results import Run, comparisons, run_record
 
 PLAIN = "autoregressive"
 WARM_UP_TOKENS = 16
+PROMPTS_PER_ROW = 4  # of a batch: one method decodes so many before the next has its turn
 Answers = dict[str, list[Generation]]  # method -> the responses to one prompt, one for each turn
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to decode. carry_off: run every carrying drafter once more without carry. template: options of the chat
+    """How to decode. carry_off: run every carrying drafter once more without carry. batch_size: requests that decode
+    together; speeds are then throughput. template: options of the chat
     template (enable_thinking and the like), which must be those of the drafter's training data."""
 
     max_new_tokens: int = 256
@@ -50,6 +53,8 @@ class Plan:
     draft_sampling: DraftSampling = "greedy"
     seed: int = 0
     carry_off: bool = False
+    batch_size: int = 1
+    penalties: Penalties = field(default_factory=Penalties)
     template: dict[str, Any] = field(default_factory=dict)
 
 
@@ -88,10 +93,13 @@ def evaluate(
         for method in methods:
             method.engine.generate(ids_of(target, plan, prompts[0].turns), min(plan.max_new_tokens, WARM_UP_TOKENS))
     with counted(len(prompts), len(done), progress) as advance:
-        for index, prompt in enumerate(prompts):
-            if prompt.id not in done:
-                turn = index % len(methods)
-                done[prompt.id] = answer(target, methods[turn:] + methods[:turn], prompt, plan)
+        size = 1 if plan.batch_size == 1 else PROMPTS_PER_ROW * plan.batch_size
+        for index in range(0, len(prompts), size):
+            waiting = [prompt for prompt in prompts[index : index + size] if prompt.id not in done]
+            if waiting:
+                turn = index // size % len(methods)
+                done |= answer(target, methods[turn:] + methods[:turn], waiting, plan)
+            for prompt in waiting:
                 append_trace(trace, prompt, done[prompt.id])
                 advance()
     results = results_of(target, methods, prompts, done, plan, session)
@@ -104,7 +112,7 @@ def methods_of(target: Target, drafters: Mapping[str, Drafter], plan: Plan) -> l
     """Plain decoding, then the drafters; a drafter without its carry comes right before itself with carry."""
 
     def engine(drafter: Drafter | None, carry: bool = False) -> Engine:
-        return Engine(target, drafter, plan.sampling, plan.draft_sampling, carry=carry, timed=True)
+        return Engine(target, drafter, plan.sampling, plan.draft_sampling, carry, timed=True, penalties=plan.penalties)
 
     methods = [Method(PLAIN, engine(None))]
     for name, (path, drafter) in zip(short_names(list(drafters)), drafters.items(), strict=True):
@@ -144,18 +152,20 @@ def ids_of(target: Target, plan: Plan, turns: Sequence[str], responses: Sequence
     return render_prompt(target.tokenizer, conversation(turns, responses), plan.template)
 
 
-def answer(target: Target, methods: Sequence[Method], prompt: Prompt, plan: Plan) -> Answers:
-    """The responses of all methods, in the given order, to every turn of one prompt."""
-    answers: Answers = {method.name: [] for method in methods}
-    replies: list[str] = []
-    for turn in range(len(prompt.turns)):
-        ids = ids_of(target, plan, prompt.turns, replies)
-        if len(ids) >= target.max_length:
-            break
-        seed = prompt_seed(plan.seed, prompt.id, turn)
+def answer(target: Target, methods: Sequence[Method], prompts: Sequence[Prompt], plan: Plan) -> dict[str, Answers]:
+    """The responses of all methods, in the given order, to every turn of some prompts, by prompt id."""
+    answers: dict[str, Answers] = {p.id: {method.name: [] for method in methods} for p in prompts}
+    for turn in range(max(len(p.turns) for p in prompts)):
+        asked = {}
+        for p in prompts:
+            if turn < len(p.turns) and turn == len(answers[p.id][PLAIN]):
+                ids = ids_of(target, plan, p.turns, [text_of(target, g) for g in answers[p.id][PLAIN]])
+                if len(ids) < target.max_length:
+                    asked[p.id] = Request(ids, plan.max_new_tokens, prompt_seed(plan.seed, p.id, turn))
+        names = list(asked)
         for method in methods:
-            answers[method.name].append(method.engine.generate(ids, plan.max_new_tokens, seed))
-        replies.append(text_of(target, answers[PLAIN][-1]))
+            for i, generation in method.engine.generate_many(list(asked.values()), plan.batch_size):
+                answers[names[i]][method.name].append(generation)
     return answers
 
 
@@ -274,8 +284,10 @@ def results_of(
         "target": target.name,
         "temperature": plan.sampling.temperature,
         "max_new_tokens": plan.max_new_tokens,
+        "batch_size": plan.batch_size,
         "seed": plan.seed,
         "sampling": asdict(plan.sampling),
+        "penalties": asdict(plan.penalties),
         "draft_sampling": plan.draft_sampling,
         "environment": session,
         "runs": [run_record(run, runs[0], plan.sampling.greedy, plan.seed) for run in runs],
