@@ -353,4 +353,4 @@ def test_a_target_needs_its_tokenizer(target: Target, tmp_path: Path):
 def test_bad_dtype_and_device_are_refused(target: Target, tmp_path: Path):
     save_target(target, tmp_path)
     refused(tmp_path, "cannot load the target", dtype="float99")
-    refused(tmp_path, "cannot load the target", device="warp")
+    refused(tmp_path, "there is no device .warp.", device="warp")
