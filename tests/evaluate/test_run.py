@@ -182,7 +182,7 @@ def test_refusal_keeps_what_was_measured(target: Target, drafters: dict[str, Dra
     evaluate(target, drafters, PROMPTS[:1], tmp_path, PLAN, progress=False)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     more = {**drafters, "runs/another": drafter_for(target, 9)}
-    with pytest.raises(InputError, match="other settings \\(drafters .*; methods "):
+    with pytest.raises(InputError, match=r"other settings \(drafters .*; methods "):
         evaluate(target, more, PROMPTS[:1], tmp_path, PLAN, progress=False)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     settings = tmp_path / "settings.json"
