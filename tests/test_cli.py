@@ -140,6 +140,8 @@ def test_parity(tmp_path: Path) -> None:
     cases = sorted(path.parent for path in GOLDEN.glob("*/case.json"))[:1]
     assert cases
     assert "passed" in call("parity", *cases)
+    assert "passed" in call("parity", GOLDEN / "README.md", *cases)  # as `tests/golden/*` gives them
+    assert "is a file; name the folder" in call("parity", GOLDEN / "README.md", code=2)
     broken = tmp_path / "broken"
     shutil.copytree(cases[0], broken)
     from safetensors.torch import load_file, save_file
@@ -186,12 +188,9 @@ def test_seed_and_device_out_of_range(files: Files, monkeypatch: pytest.MonkeyPa
         result = CliRunner().invoke(cli.app, [*map(str, generate), "--seed", str(seed)])
         assert result.exit_code == 2 and "--seed" in result.stderr and "Traceback" not in result.output
 
-    def without_cuda(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("Torch not compiled with CUDA enabled")
-
-    monkeypatch.setattr(torch.nn.Module, "to", without_cuda)
     assert "there is no device 'gpu'; name cpu, cuda" in call(*generate, "--device", "gpu", code=2)
-    assert "not compiled with CUDA" in call(*generate, "--device", "cuda", code=2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "'cuda' needs a CUDA build of torch and a GPU" in call(*generate, "--device", "cuda", code=2)
 
 
 def test_prompts_that_cannot_be_decoded(files: Files) -> None:
@@ -218,6 +217,8 @@ def test_recipes_that_make_no_sense(files: Files, tmp_path: Path) -> None:
     assert "mask_token_id 96 is no row of the target's embedding (0 to 95)" in call(*train, code=2)
     recipe.write_text(good + "drafter: {algorithm: dflash, layers: 1, captured: 2, mask_token_id: 6}\n")
     assert "there is no file or folder x.jsonl" in call(*train, code=2)
+    no_corpus = ("--set", "data.corpus=[]", "--set", "record.prompts=p.jsonl")
+    assert "there is no corpus; name recorded responses with --corpus" in call(*train, *no_corpus, code=2)
     assert "needs the checkpoint it starts from" in call(*train[:3], "continued", *train[4:], code=2)
     assert "must look like" in call(*train, "--set", "steps", code=2)
 
@@ -244,7 +245,36 @@ def test_checkpoints_that_do_not_fit_or_are_damaged(files: Files, tmp_path: Path
 def test_other_settings_for_a_finished_evaluation(files: Files, tmp_path: Path) -> None:
     command = ("evaluate", "--target", files.target, "--prompts", files.prompts, "--out", tmp_path, "--limit", 1)
     call(*command, "--max-new-tokens", 4)
-    assert "other settings (max_new_tokens)" in call(*command, "--max-new-tokens", 5, code=2)
+    assert "other settings (max_new_tokens 4, now 5)" in call(*command, "--max-new-tokens", 5, code=2)
+
+
+def test_nothing_that_exists_is_overwritten(files: Files, tmp_path: Path) -> None:
+    full, file = shutil.copytree(files.base, tmp_path / "full"), tmp_path / "file"
+    file.write_text("mine")
+    for out in (full, file):
+        for form in ("carryover", "zlab"):
+            assert "nothing is overwritten" in call("convert", files.carry, out, "--to", form, code=2)
+    evaluate = ("evaluate", "--target", files.target, "--prompts", files.prompts, "--out")
+    assert "is a file; name a folder" in call(*evaluate, file, code=2)
+    assert file.read_text() == "mine"
+    assert (full / "model.safetensors").read_bytes() == (files.base / "model.safetensors").read_bytes()
+
+
+def test_drafters_with_awkward_names_stay_apart(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(files.base, tmp_path / "autoregressive")
+    shutil.copytree(files.carry, tmp_path / "d" / "co")
+    shutil.copytree(files.base, tmp_path / "d" / "co (carry off)")
+    evaluate = ("evaluate", "--target", files.target, "--prompts", files.prompts, "--limit", 2, "--max-new-tokens", 6,
+                "--carry-off", "--json", "--out")  # fmt: skip
+    chosen = [part for name in ("autoregressive", "d/co", "d/co (carry off)") for part in ("--drafter", name)]
+    results = json.loads(call(*evaluate, "out", *chosen))
+    names = [run["name"] for run in results["runs"]]
+    assert len(set(names)) == len(names) == 5
+    written = [json.loads(line)["method"] for line in Path("out/trace.jsonl").read_text().splitlines()]
+    assert {name: written.count(name) for name in names} == dict.fromkeys(names, 2)
+    for same in ("d/co", "d/co/", "./d/co"):
+        assert "named twice" in call(*evaluate, "twice", "--drafter", "d/co", "--drafter", same, code=2)
 
 
 def test_bad_usage() -> None:

@@ -132,6 +132,8 @@ def test_a_recipe_is_frozen(tmp_path):
         ("train.baseline.steps=many", r"train\.baseline\.steps: input should be a valid integer.*got 'many'"),
         ("seed=-1", r"recipe\.yaml: seed: .*greater than or equal to 0, got -1"),
         ("seed=4294967296", r"recipe\.yaml: seed: .*less than 4294967296"),
+        ("train.learning_rate=.inf", r"train\.learning_rate: .*finite"),
+        ("train.max_grad_norm=.nan", r"train\.max_grad_norm: .*finite"),
         ("train.baseline.steps=0", r"train\.baseline\.steps: .*greater than or equal to 1, got 0"),
         ("train.learning_rate=fast", r"recipe\.yaml: train\.learning_rate: input should be a valid number.*'fast'"),
         ("train.baseline.epochs=2", r"train\.baseline: give exactly one of steps and epochs"),
@@ -159,6 +161,10 @@ def test_mistakes_are_named(tmp_path, override, message):
 def test_unreadable_recipes(tmp_path):
     refused(tmp_path, "not valid YAML", text="a: [")
     refused(tmp_path, "must be a mapping", text="- a")
+    refused(tmp_path, "not valid YAML: a key must be a word", text="? [a, b]\n: 1\n")
+    (tmp_path / "latin.yaml").write_bytes(b"target: caf\xe9\n")
+    with pytest.raises(InputError, match="not valid YAML"):
+        Recipe.load(tmp_path / "latin.yaml")
     refused(tmp_path, "not valid YAML: the key layers is repeated", text=SMALL + "record: {layers: 1, layers: 2}\n")
     refused(tmp_path, "target is missing", text=SMALL.replace("target: lab\n", ""))
     refused(tmp_path, r"drafter\.algorithm is missing", text=SMALL.replace("algorithm: dflash, ", ""))

@@ -49,7 +49,9 @@ def finish(*arguments: object) -> str:
 
 def stop(sent: signal.Signals, begun: Callable[[], bool], *arguments: object) -> None:
     """Starts a command and sends the signal once `begun`; a stopped command says so in one line, never a traceback."""
-    process = subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    )
     assert process.stderr is not None
     deadline = time.monotonic() + 200
     while not begun():
@@ -61,6 +63,11 @@ def stop(sent: signal.Signals, begun: Callable[[], bool], *arguments: object) ->
     assert "Traceback" not in said
     if sent == signal.SIGINT:
         assert process.returncode == 130 and "interrupted; the same command" in said
+
+
+def heed_interrupts() -> None:
+    """Whatever runs the tests in the background may have SIGINT ignored, which processes inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def lines(path: Path) -> list[str]:

@@ -234,7 +234,10 @@ def evaluate(
     plan = Plan(max_new_tokens, sampling, draft_sampling, seed, carry_off, batch_size, penalties, options)
     asked = load_prompts(prompts, task, limit, seed)
     loaded = _target(target, dtype, device)
-    drafters = {path: _drafter(path, loaded) for path in drafter or []}
+    named = [os.path.normpath(path) for path in drafter or []]
+    if len(set(named)) < len(named):
+        raise InputError("a drafter is named twice; name each --drafter once.")
+    drafters = {path: _drafter(path, loaded) for path in named}
     results = run_evaluation(loaded, drafters, asked, out, plan, progress=not as_json)
     if as_json:
         typer.echo(json.dumps(results, indent=1))
@@ -382,7 +385,10 @@ def parity(
     from .report.tables import Table, to_rich
 
     _quiet()
-    results = [run_case(case) for case in cases]
+    folders = [case for case in cases if case.is_dir() or not case.exists()]  # a pattern also finds the files beside
+    if not folders:
+        raise InputError(f"{cases[0]} is a file; name the folder of a recorded case.")
+    results = [run_case(case) for case in folders]
     if as_json:
         typer.echo(json.dumps([{**asdict(r), "passed": r.passed} for r in results]))
     else:
@@ -414,6 +420,8 @@ def convert(
     from .formats import load_drafter, save_drafter
 
     _quiet()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists already and nothing is overwritten; name a new folder.")
     loaded = _target(target) if target else None
     save_drafter(load_drafter(source, loaded), out, to, loaded)
     typer.echo(f"{out} holds the drafter in the {to} format")

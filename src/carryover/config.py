@@ -37,7 +37,7 @@ Paths = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isin
 class Section(BaseModel):
     """A group of keys. Nothing else is allowed in it, and nothing changes after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class MarkovConfig(Section):
@@ -228,7 +228,7 @@ class Recipe(Section):
             raw = yaml.load(Path(path).read_text(encoding="utf-8"), _NoRepeats)
         except OSError as error:
             raise InputError(f"cannot read the recipe {path}: {error.strerror}.") from error
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise InputError(f"the recipe {path} is not valid YAML: {' '.join(str(error).split())}.") from error
         if not isinstance(raw, dict):
             raise InputError(f"the recipe {path} must be a mapping of keys such as target, drafter, data, train.")
@@ -250,6 +250,8 @@ class _NoRepeats(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} is repeated", key.start_mark)
             seen.add(key.value)

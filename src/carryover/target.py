@@ -56,7 +56,8 @@ def _check_family(family: str) -> None:
 
 def _check_device(device: str | torch.device) -> None:
     try:
-        torch.device(device)
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise InputError(f"the device {str(device)!r} needs a CUDA build of torch and a GPU; use --device cpu.")
     except RuntimeError as error:
         raise InputError(f"there is no device {str(device)!r}; name cpu, cuda, or one of several as cuda:1.") from error
 

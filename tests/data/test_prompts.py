@@ -40,6 +40,9 @@ def test_reads_files_gz_and_folders_alike(tmp_path):
         ({"id": "first", "prompt": "hi"}, r"bad\.jsonl:2 repeats the id 'first' of .*bad\.jsonl:1"),
         ('{"id": "x", "prom', r"bad\.jsonl:2 is not valid JSON"),
         ("[1, 2]", r"bad\.jsonl:2 must be a JSON object"),
+        ('{"n": ' + "9" * 5000 + "}", r"bad\.jsonl:2 is not valid JSON"),
+        ("[" * 200_000, r"bad\.jsonl:2 is not valid JSON"),
+        ('{"id": "x", "prompt": "a \\ud800 b"}', r"bad\.jsonl:2 holds half a character"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, message):
@@ -54,6 +57,10 @@ def test_missing_and_empty_places(tmp_path):
         load_prompts(tmp_path)
     with pytest.raises(InputError, match="no prompts in"):
         load_prompts(write(tmp_path / "empty.jsonl"))
+    with pytest.raises(InputError, match="cannot read"):
+        whole = gzip.compress(b'{"prompt": "x"}\n' * 999)
+        (tmp_path / "wrong.jsonl.gz").write_bytes(whole[:20] + bytes(12) + whole[32:])
+        load_prompts(tmp_path / "wrong.jsonl.gz")
     with pytest.raises(InputError, match="cannot read"):
         (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 99)[:-9])
         load_prompts(tmp_path / "torn.jsonl.gz")

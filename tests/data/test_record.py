@@ -204,6 +204,21 @@ def test_turns_are_answered_in_sequence(target, tmp_path):
     assert by_id(out) == found
 
 
+def test_ids_of_turns_must_not_meet_ids_of_prompts(target, tmp_path):
+    some = [Prompt("a", "t", ["w9", "w10"]), Prompt("a#1", "t", ["w11"])]
+    with pytest.raises(InputError, match="two responses would have the id 'a#1'"):
+        run(target, tmp_path / "r.jsonl", some)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_that_is_no_response_is_named(target, tmp_path):
+    run(target, tmp_path / "r.jsonl", prompts())
+    with (tmp_path / "r.jsonl").open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(InputError, match=r"r\.jsonl:8 is no recorded response"):
+        run(target, tmp_path / "r.jsonl", prompts())
+
+
 def test_what_cannot_be_recorded_leaves_nothing_behind(target, tmp_path):
     small = tiny_target("llama", max_position_embeddings=16)
     with pytest.raises(InputError, match="none of 2 prompts fits into the target's context \\(16 tokens\\)"):

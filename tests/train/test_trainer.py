@@ -143,7 +143,7 @@ def test_wrong_starts_are_refused_and_nothing_is_overwritten(target: Target, cor
     assert (base / "recipe.yaml").read_text() == recorded and equal(before, weights(base))
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
 def test_a_damaged_optimizer_is_named_and_the_checkpoint_before_it_is_enough(
     name: str, target: Target, corpus: Path, tmp_path: Path
 ) -> None:
@@ -183,8 +183,42 @@ def test_another_run_is_not_gone_on_with(target: Target, corpus: Path, tmp_path:
     assert equal(weights(out), Drafter.from_pretrained(out / "checkpoint-3").state_dict())
 
 
+@pytest.mark.parametrize("steps", [3, 12])  # within the first epoch, and at the end of one
+def test_resuming_a_finished_run_changes_nothing(steps: int, target: Target, corpus: Path, tmp_path: Path) -> None:
+    r = recipe(corpus, tmp_path, steps=steps, schedule="constant_with_warmup", save_steps=2)
+    out = train(r, "baseline", tmp_path / "out", target=target, progress=False)
+    before, logged = weights(out), log(out, "step")
+    for lost in (False, True):  # the second time as if killed before the drafter was written
+        if lost:
+            (out / "model.safetensors").unlink()
+        train(r, "baseline", out, resume=True, target=target, progress=False)
+        assert equal(weights(out), before) and last_checkpoint(out) == out / f"checkpoint-{steps}"
+        assert [s for s in log(out, "step") if s > steps] == [] and max(logged) == steps
+
+
+def test_out_that_would_lose_something_is_refused(target: Target, corpus: Path, tmp_path: Path) -> None:
+    r = recipe(corpus, tmp_path, steps=2)
+    base = train(r, "baseline", tmp_path / "base", target=target, progress=False)
+    with pytest.raises(InputError, match="--out and --start are both"):
+        train(r, "continued", base, start=base, target=target)
+    for state in ("{", "{}", "null", '{"global_step": "x", "max_steps": 2}'):
+        (base / "checkpoint-2" / "trainer_state.json").write_text(state)
+        assert last_checkpoint(base) is None
+        with pytest.raises(InputError, match="already holds checkpoints of a run"):
+            train(r, "baseline", base, target=target)
+    shutil.rmtree(base / "checkpoint-2")
+    for resume in (False, True):
+        with pytest.raises(InputError, match="name another --out"):
+            train(r, "baseline", base, resume=resume, target=target)
+    assert Drafter.from_pretrained(base)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="is a file"):
+        train(r, "baseline", tmp_path / "file", target=target)
+
+
 def test_checkpoints_without_a_state_are_skipped_and_kept(tmp_path: Path) -> None:
-    for name, state in (("checkpoint-2", "{}"), ("checkpoint-4", '{"tor'), ("checkpoint-best", "{}")):
+    good = '{"global_step": 2, "max_steps": 4}'
+    for name, state in (("checkpoint-2", good), ("checkpoint-4", '{"tor'), ("checkpoint-best", good)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "trainer_state.json").write_text(state)
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"

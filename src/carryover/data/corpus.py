@@ -85,6 +85,10 @@ def load_corpus(paths: Paths, target: Target, settings: DataConfig | None = None
         if len(chunk) == CHUNK:
             parts.append(_dataset(chunk))
             chunk = []
+    if not paths:
+        raise InputError(
+            "there is no corpus; name recorded responses with --corpus or data.corpus (`carryover record`)."
+        )
     if not statistics.documents:
         raise InputError(f"the corpus {paths} has no usable document ({statistics}).")
     if not quiet:

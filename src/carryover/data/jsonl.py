@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ def read_jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     record = json.loads(line)
                 except json.JSONDecodeError as error:
                     raise InputError(f"{where} is not valid JSON ({error.msg} at column {error.colno}).") from error
+                except (ValueError, RecursionError) as error:  # numbers and nesting beyond what Python reads
+                    raise InputError(f"{where} is not valid JSON ({error}).") from error
                 if not isinstance(record, dict):
                     raise InputError(f"{where} must be a JSON object, got {line.strip()[:40]}.")
                 yield where, record
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise InputError(f"cannot read {file}: {error}.") from error

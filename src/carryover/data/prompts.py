@@ -71,6 +71,10 @@ def _prompt(where: str, record: dict[str, Any], file: Path) -> Prompt:
         raise InputError(f"{where} needs `prompt` (text) or `turns` (a list of texts).")
     if not all(turn.strip() for turn in turns):
         raise InputError(f"{where} has an empty prompt; remove the line or fill it in.")
+    try:
+        "".join(turns).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where} holds half a character (a lone surrogate), which is no text.") from error
     text = {key: str(record.get(key) or "") for key in ("id", "task", "source", "licence")}
     return Prompt(
         text["id"] or f"{stem}:{where.rpartition(':')[2]}", text["task"] or stem, turns, text["source"], text["licence"]

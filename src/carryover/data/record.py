@@ -93,6 +93,10 @@ def record(
     requests, unfit = _requests(target, prompts, 0, {}, options)  # before anything is written: it may raise
     if prompts and not requests:
         raise InputError(f"none of {len(prompts)} prompts fits into the target's context ({target.max_length} tokens).")
+    names = [_id(prompt, turn) for prompt in prompts for turn in range(len(prompt.turns))]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"two responses would have the id {twice!r} (turn N of a prompt is ID#N); rename a prompt.")
     answers = _open_recording(out, manifest)
     found, written, too_long = len(answers), 0, 0
     with out.open("ab") as file, _bar(progress) as bar:
@@ -220,7 +224,12 @@ def _open_recording(out: Path, manifest: dict[str, Any]) -> dict[str, str]:
     if not out.exists():
         return {}
     _drop_torn_line(out)
-    return {str(row["id"]): str(row["response"]) for _, row in read_jsonl(out)}
+    answers = {}
+    for where, row in read_jsonl(out):
+        if not {"id", "response"} <= row.keys():
+            raise InputError(f"{where} is no recorded response (it has no id or no response); restore or delete it.")
+        answers[str(row["id"])] = str(row["response"])
+    return answers
 
 
 def _drop_torn_line(out: Path) -> None:

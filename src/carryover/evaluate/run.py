@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -37,6 +38,7 @@ from .environment import environment
 from .results import Run, comparisons, run_record
 
 PLAIN = "autoregressive"
+OFF = " (carry off)"
 WARM_UP_TOKENS = 16
 PROMPTS_PER_ROW = 4  # of a batch: one method decodes so many before the next has its turn
 Answers = dict[str, list[Generation]]  # method -> the responses to one prompt, one for each turn
@@ -80,6 +82,8 @@ def evaluate(
     drafters: by path (or hub id), in the order of comparison. Prompts too long for the target are left out and listed
     in the environment. Raises InputError when `out` holds an evaluation with other settings or nothing can be decoded.
     """
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file; name a folder as --out.")
     methods = methods_of(target, drafters, plan)
     prompts, skipped = fitting(target, plan, prompts)
     settings = settings_of(target, drafters, prompts, plan, methods)
@@ -118,7 +122,7 @@ def methods_of(target: Target, drafters: Mapping[str, Drafter], plan: Plan) -> l
     for name, (path, drafter) in zip(short_names(list(drafters)), drafters.items(), strict=True):
         carries = drafter.config.carry != "none"
         if carries and plan.carry_off:
-            methods.append(Method(f"{name} (carry off)", engine(drafter), path))
+            methods.append(Method(name + OFF, engine(drafter), path))
         methods.append(Method(name, engine(drafter, carries), path, carries))
     return methods
 
@@ -128,9 +132,9 @@ def short_names(paths: Sequence[str]) -> list[str]:
     parts = [Path(path).parts for path in paths]
     for count in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(p[-count:]) for p in parts]
-        if len({PLAIN, *names}) == len(names) + 1:
+        if len({PLAIN, *names, *(name + OFF for name in names)}) == 2 * len(names) + 1:
             return names
-    return list(paths)
+    return [f"{i}:{path}" for i, path in enumerate(paths, 1)]  # whatever the folders are called
 
 
 def fitting(target: Target, plan: Plan, prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[str]]:
@@ -190,6 +194,7 @@ def settings_of(
         "target_fingerprint": target.fingerprint(),
         "dtype": str(target.dtype),
         "device": target.device.type,
+        "threads": torch.get_num_threads(),
         "drafters": {path: drafter.digest() for path, drafter in drafters.items()},
         "methods": [method.name for method in methods],
         "prompts": f"{len(prompts)}, {hashlib.sha256(texts.encode()).hexdigest()[:16]}",
@@ -208,9 +213,9 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any] | Non
         raise InputError(f"{path} is damaged; restore it, or name another --out.") from error
     changed = [k for k, v in settings.items() if before.get(k) != json.loads(json.dumps(v))]
     if changed:
+        was = "; ".join(f"{k} {before.get(k)!r}, now {settings[k]!r}" for k in changed)
         raise InputError(
-            f"{path.parent} holds an evaluation with other settings ({', '.join(changed)}); name another --out, "
-            f"or delete it."
+            f"{path.parent} holds an evaluation with other settings ({was}); name another --out, or delete it."
         )
     return record
 
@@ -227,7 +232,14 @@ def open_session(path: Path, settings: dict[str, Any], target: Target, unfinishe
 def append_trace(path: Path, prompt: Prompt, answers: Answers) -> None:
     """All methods' responses to one prompt, in one write."""
     records = [
-        {"method": method, "prompt": prompt.id, "task": prompt.task, "turn": turn, "generation": g.as_dict()}
+        {
+            "method": method,
+            "prompt": prompt.id,
+            "task": prompt.task,
+            "turn": turn,
+            "turns": len(generations),
+            "generation": g.as_dict(),
+        }
         for method, generations in answers.items()
         for turn, g in enumerate(generations)
     ]
@@ -254,7 +266,7 @@ def read_trace(path: Path, methods: Sequence[str]) -> dict[str, Answers]:
         try:
             generation = Generation.from_dict(r["generation"])
             answers.setdefault(r["prompt"], {}).setdefault(r["method"], []).append(generation)
-            turns[r["prompt"]] = max(turns.get(r["prompt"], 0), r["turn"] + 1)
+            turns[r["prompt"]] = r["turns"]
         except (KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{path} is damaged at line {number}; restore or delete it.") from error
     done = {
@@ -262,7 +274,7 @@ def read_trace(path: Path, methods: Sequence[str]) -> dict[str, Answers]:
         for prompt, by_method in answers.items()
         if all(len(by_method.get(method, ())) == turns[prompt] for method in methods)
     }
-    if len(done) < len(answers) or len(records) < len(lines):
+    if len(done) < len(answers) or len(records) < len(lines) or (lines and not lines[-1].endswith("\n")):
         write_text(path, "".join(json.dumps(r) + "\n" for r in records if r["prompt"] in done))
     return done
 

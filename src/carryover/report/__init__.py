@@ -33,8 +33,17 @@ def write_report(run: Path, title: str = "", out: Path | None = None) -> Path:
     found = sorted(run.rglob("results.json"), key=lambda path: (len(path.parts), path))
     if not found:
         raise InputError(f"{run} holds no results.json; run `carryover evaluate --out {run} ...` first.")
-    evaluations = [evaluation(path, run) for path in found]
-    logs = {path.parent.name: read_log(path) for path in sorted(run.rglob("train_log.jsonl"), key=_age)}
+    evaluations = []
+    for path in found:
+        try:
+            evaluations.append(evaluation(path, run))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{path} lacks {error} or has it in another form; it is damaged, or of another version: evaluate again."
+            ) from error
+    logs = {
+        str(path.parent.relative_to(run)): read_log(path) for path in sorted(run.rglob("train_log.jsonl"), key=_age)
+    }
     logs = {name: log for name, log in logs.items() if any("cross_entropy" in record for record in log)}
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         files(__package__).joinpath("page.html").read_text(encoding="utf-8")
@@ -62,11 +71,13 @@ def read_results(path: Path) -> dict[str, Any]:
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The records of a training log; a last line torn by a kill is left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             break
+        if isinstance(record, dict):
+            records.append(record)
     return records
 
 
@@ -132,12 +143,15 @@ def cautions(results: Mapping[str, Any]) -> list[str]:
     """What weakens these figures; empty when nothing is known to."""
     env, runs, found = results["environment"], results["runs"], []
     prompts = runs[0]["overall"]["prompts"]
+    exact = str(env.get("dtype", "")).endswith("float32")
+    rounding = "" if exact else " Blocks and single tokens round differently; `--dtype float32` compares exactly."
     if prompts < FEW_PROMPTS:
         found.append(f"Only {prompts} prompts: the intervals are rough.")
     for run in runs:
         if run["overall"]["divergent"]:
             found.append(
                 f"{run['name']}: {run['overall']['divergent']} of {prompts} outputs differ from plain decoding."
+                + rounding
                 + near_ties(results, run["name"])
             )
     looping = runs[0]["overall"].get("looping", 0)

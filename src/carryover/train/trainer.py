@@ -15,8 +15,8 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Literal
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from ..drafter.modeling import Drafter
 from ..errors import InputError
 from ..files import write_text
 from ..formats import check_fits, load_drafter, save_drafter
-from ..formats.files import read_json
+from ..formats.files import WEIGHTS, read_json
 from ..target import Target
 from .anchors import Anchors, Batch, labels_at, sample_anchors
 from .losses import BlockLoss, Objective, block_loss
@@ -158,6 +158,8 @@ class DrafterTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds means since the last log. `acceptance`: 1 + tokens of the longest right prefix of a block, recorded
         text."""
+        if "decode_acceptance" in logs:  # a record of its own, beside the regular ones
+            return super().log(logs, start_time)
         s = {k: float(v) for k, v in self.sums.items()}
         if s.get("blocks"):
             logs["cross_entropy"] = s["ce"] / max(s["slots"], 1)
@@ -283,24 +285,33 @@ def last_checkpoint(out: Path) -> Path | None:
     complete = []
     for folder in out.glob("checkpoint-[0-9]*"):
         try:
-            json.loads((folder / "trainer_state.json").read_text())
-            complete.append(folder)
+            state = json.loads((folder / "trainer_state.json").read_text())
         except (OSError, ValueError):
             continue
+        if isinstance(state, dict) and all(isinstance(state.get(key), int) for key in ("global_step", "max_steps")):
+            complete.append(folder)
     return max(complete, key=lambda folder: int(folder.name.split("-")[1]), default=None)
+
+
+def finished(checkpoint: Path) -> bool:
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    return bool(state["global_step"] >= state["max_steps"])
 
 
 def check_checkpoint(checkpoint: Path) -> None:
     """Raises InputError when a checkpoint cannot be read: training from a part of it would not be the same training."""
     load_drafter(checkpoint)
-    for name in ("optimizer.pt", "scheduler.pt"):
+    random_states = sorted(path.name for path in checkpoint.glob("rng_state*.pth")) or ["rng_state.pth"]
+    for name in ("optimizer.pt", "scheduler.pt", *random_states):  # what torch.save writes are zip archives
         try:
-            torch.load(checkpoint / name, map_location="cpu", weights_only=True, mmap=name == "optimizer.pt")
-        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+            damaged = ZipFile(checkpoint / name).testzip()
+        except (OSError, BadZipFile) as error:
+            damaged = str(error)
+        if damaged is not None:
             raise InputError(
                 f"{checkpoint / name} is missing or damaged; delete the folder {checkpoint} to go on from the "
                 "checkpoint before it."
-            ) from error
+            )
 
 
 def run_record(recipe: Recipe, stage: Stage, start: Drafter, rows: PackedRows) -> dict[str, Any]:
@@ -311,10 +322,10 @@ def run_record(recipe: Recipe, stage: Stage, start: Drafter, rows: PackedRows) -
     return {"stage": stage, "start": start.digest(), "corpus": rows.digest(), **kept, "train": parts["train"][stage]}
 
 
-def claim(out: Path, record: dict[str, Any], checkpoint: Path | None) -> None:
-    """Writes the run's record to `out/run.json`; when going on from a checkpoint, compares it with the one there."""
+def claim(out: Path, record: dict[str, Any]) -> None:
+    """Writes the run's record to `out/run.json`, after comparing it with the one that is there."""
     path = out / "run.json"
-    if checkpoint is not None and path.exists():
+    if path.exists():
         changed = differences(read_json(path), record)
         if changed:
             raise InputError(
@@ -333,7 +344,7 @@ def rewind_log(path: Path, step: int) -> None:
     for line in path.read_text().splitlines(keepends=True):
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line)
+                kept.append(line.rstrip("\n") + "\n")
         except (ValueError, KeyError, TypeError):  # torn by a kill
             continue
     write_text(path, "".join(kept if step else []))
@@ -369,9 +380,15 @@ def train(
     that does not fit, KeyboardInterrupt after a graceful stop (the checkpoint is written then).
     """
     settings: StageConfig = getattr(recipe.train, stage)
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file; name a folder as --out.")
+    if start is not None and start.resolve() == out.resolve():
+        raise InputError(f"--out and --start are both {out}, which would overwrite the checkpoint; name another --out.")
     checkpoint = last_checkpoint(out) if out.exists() else None
-    if checkpoint is not None and not resume:
-        raise InputError(f"{out} already holds checkpoints; add --resume to go on, or name another --out.")
+    if not resume and (any(out.glob("checkpoint-*")) or (out / "run.json").exists()):
+        raise InputError(f"{out} already holds checkpoints of a run; add --resume to go on, or name another --out.")
+    if checkpoint is None and (out / WEIGHTS).exists():
+        raise InputError(f"{out} already holds a drafter and no checkpoint to go on from; name another --out.")
     if checkpoint is not None:
         check_checkpoint(checkpoint)  # damage is named before anything is written
     target = target or Target.load(recipe.target, dtype=recipe.target_dtype)
@@ -380,7 +397,7 @@ def train(
     dataset = load_corpus(corpus or recipe.data.corpus, target, recipe.data)
     rows = pack(dataset, recipe.data.sequence_length, recipe.seed)
 
-    claim(out, run_record(recipe, stage, drafter, rows), checkpoint)
+    claim(out, run_record(recipe, stage, drafter, rows))
     write_text(out / "recipe.yaml", recipe.to_yaml())
     rewind_log(out / LOG, int(checkpoint.name.split("-")[1]) if checkpoint else 0)
     stop = GracefulStop()
@@ -401,6 +418,10 @@ def train(
             render_prompt(tokenizer, p.turns[:1], recipe.data.template) for p in load_prompts(settings.eval_prompts)
         ]
         trainer.add_callback(DecodeCheck(trainer, prompts, settings.eval_steps, recipe.evaluate.max_new_tokens))
+    if checkpoint is not None and finished(checkpoint):  # transformers would train one step more
+        if trainer.is_world_process_zero():
+            save_drafter(load_drafter(checkpoint, target), out)
+        return out
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stop.asked:
         raise KeyboardInterrupt
