@@ -94,6 +94,29 @@ def test_generate_prints_what_the_engine_decodes(files: Files, tmp_path: Path) -
     assert call(*plainly) == text + "\n"
 
 
+def test_generate_several_turns_and_penalties(files: Files, tmp_path: Path) -> None:
+    from carryover.data.chat import conversation, render_prompt
+    from carryover.decode.processors import Penalties
+
+    target = Target.load(files.target)
+    assert target.tokenizer is not None
+    engine = Engine(target, load_drafter(files.carry, target), penalties=Penalties(1.2, 0.5, 0.25, 3))
+    turns, replies, rounds = ["w8 w9", "w10", "w11 w12"], [], 0
+    for _ in turns:
+        generation = engine.generate(render_prompt(target.tokenizer, conversation(turns, replies)), 10)
+        replies.append(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
+        rounds += len(generation.rounds)
+    command = ("generate", "--target", files.target, "--drafter", files.carry, "--max-new-tokens", 10,
+               *(part for turn in turns for part in ("--prompt", turn)), "--repetition-penalty", 1.2,
+               "--presence-penalty", 0.5, "--frequency-penalty", 0.25, "--min-new-tokens", 3)  # fmt: skip
+    trace = tmp_path / "trace.jsonl"
+    assert call(*command, "--trace", trace) == "".join(reply + "\n" for reply in replies)
+    assert call(*command, "--no-stream") == "".join(reply + "\n" for reply in replies)
+    assert [json.loads(line)["text"] for line in call(*command, "--json").splitlines()] == replies
+    assert len(trace.read_text().splitlines()) == rounds
+    assert "repetition penalty must be above 0" in call(*command, "--repetition-penalty", 0, code=2)
+
+
 def cli_prompt_ids(target: Target, text: str) -> list[int]:
     from carryover.data.chat import render_prompt
 
@@ -177,7 +200,7 @@ def test_missing_files(files: Files, tmp_path: Path) -> None:
 def test_a_trace_that_cannot_be_written_is_named_before_decoding(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "rounds", lambda *args: pytest.fail("decoded"))
+    monkeypatch.setattr(Engine, "join", lambda *args: pytest.fail("decoded"))
     for place in (tmp_path / "nowhere" / "t.jsonl", tmp_path):
         assert str(place) in call("generate", "--target", files.target, "--prompt", "w8", "--trace", place, code=2)
 
@@ -293,7 +316,7 @@ def test_interrupt_is_one_line(files: Files, monkeypatch: pytest.MonkeyPatch) ->
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "rounds", interrupted)
+    monkeypatch.setattr(Engine, "join", interrupted)
     result = CliRunner().invoke(cli.app, ["generate", "--target", str(files.target), "--prompt", "w8"])
     assert result.exit_code == 130 and result.stderr.startswith("interrupted") and result.stderr.count("\n") == 1
 

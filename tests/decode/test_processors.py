@@ -23,7 +23,7 @@ PROMPT, NEW = [3, 1, 4, 1, 5], 24
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target("llama", 24, 3, 16, eos_token_id=[7, 11], tie_word_embeddings=False)
+    return tiny_target("llama", 24, 3, 52, eos_token_id=[7, 11], tie_word_embeddings=False)
 
 
 def drafters(target):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from tiny import tiny_target
 from carryover.data.prompts import Prompt
 from carryover.decode.engine import Engine
 from carryover.decode.sampling import Sampling
-from carryover.decode.trace import Generation
 from carryover.drafter.config import DrafterConfig
 from carryover.drafter.modeling import Drafter
 from carryover.errors import InputError
@@ -124,17 +124,17 @@ def test_killed_evaluation_continues(
     plan = Plan(max_new_tokens=12, sampling=Sampling(temperature), draft_sampling="probabilistic", seed=3)
     whole = evaluate(target, drafters, PROMPTS, tmp_path / "whole", plan, progress=False)
 
-    calls, generate = 0, Engine.generate
+    calls, generate = 0, Engine.generate_many
 
-    def dies(self: Engine, *args: Any, **kwargs: Any) -> Generation:
+    def dies(self: Engine, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 3 + 3 + 3 + 2:  # warm-up, two prompts, and amid the third
+        if calls == 3 + 3 + 2:  # two prompts, and amid the third
             raise KeyboardInterrupt
         return generate(self, *args, **kwargs)
 
     out = tmp_path / "killed"
-    monkeypatch.setattr(Engine, "generate", dies)
+    monkeypatch.setattr(Engine, "generate_many", dies)
     with pytest.raises(KeyboardInterrupt):
         evaluate(target, drafters, PROMPTS, out, plan, progress=False)
     assert len(read_trace(out / "trace.jsonl", ["autoregressive", "base", "carry"])) == 2
@@ -149,6 +149,18 @@ def test_killed_evaluation_continues(
     calls = -(10**6)
     again = evaluate(target, drafters, PROMPTS, out, plan, progress=False)
     assert calls == -(10**6) and again == resumed  # nothing was decoded or timed again
+
+
+def test_batches_decode_what_single_requests_decode(
+    target: Target, drafters: dict[str, Drafter], tmp_path: Path
+) -> None:
+    some = [*PROMPTS, Prompt("m", "t", ["w9 w10", "w11", "w12"]), Prompt("n", "t", ["w13", "w14"])]
+    single = evaluate(target, drafters, some, tmp_path / "1", PLAN, progress=False)
+    for size in (2, 64):
+        plan = replace(PLAN, batch_size=size)
+        together = evaluate(target, drafters, some, tmp_path / str(size), plan, progress=False)
+        assert together["batch_size"] == size
+        assert untimed(together) == untimed(single)
 
 
 @pytest.mark.parametrize("cut", [1, 40, "line"])
