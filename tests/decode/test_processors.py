@@ -36,7 +36,7 @@ SETTINGS = [
     {"repetition_penalty": 1.4},
     {"repetition_penalty": 0.7, "min_new_tokens": 9},
     {"min_new_tokens": 15},
-    {"no_repeat_ngram_size": 2},
+    {"no_repeat_ngram_size": 2, "min_new_tokens": 12},
     {"sequence_bias": [[[3], 1.5], [[5, 9], -4.0], [[1, 2], 5.0]], "bad_words_ids": [[6], [2, 8]]},
 ]
 
