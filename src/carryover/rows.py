@@ -88,22 +88,21 @@ def _branch_rows(kind: int, anchor: Tensor, document: Tensor, offset: Tensor, ac
     return rows.map(lambda field: field.flatten(1))
 
 
-def draft_rows(length: int, base: Tensor, anchor: Tensor, carried: Tensor, proposals: int, block_size: int) -> Rows:
+def draft_rows(length: int, base: Tensor, anchor: Tensor, carried: Tensor, block_size: int) -> Rows:
     """Rows of a draft cache, `[b, length]`, where row index is position but for the block (see `DraftCache`).
 
-    base, anchor, carried: `[b]`. The P + 1 rows of the last verification begin at `base`; those before `anchor` were
-    committed, the others are carry rows where `carried`, else nothing. The block at `anchor` lies behind them.
+    base, anchor, carried: `[b]`. The rows of the last verification begin at `base`; those before `anchor` were
+    committed, the next `carried` are carry rows, and the block at `anchor` lies behind them.
     """
     index = torch.arange(length, device=base.device)[None]
     base, anchor, carried = base[:, None], anchor[:, None], carried[:, None]
-    block = base + proposals + 1
+    block = anchor + carried
+    context, is_carry = index < anchor, (index >= anchor) & (index < block)
     is_block = (index >= block) & (index < block + block_size)
-    is_carry = carried & (index >= anchor) & (index < block)
-    context = index < anchor
     kind = torch.where(context, CONTEXT, torch.where(is_carry, CARRY, torch.where(is_block, BLOCK, NOTHING)))
     return Rows(
         kind=kind,
-        position=torch.where(is_block, anchor + index - block, index),
+        position=torch.where(is_block, index - carried, index),
         document=torch.zeros_like(kind),
         branch=torch.where(context, -1, 0),
         offset=torch.where(is_block, index - block, torch.where(is_carry, index - base, 0)),

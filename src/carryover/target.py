@@ -194,6 +194,8 @@ class Target:
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         # The last block of a request may reach beyond the context; what it proposes there is never emitted.
         positions = (torch.tensor(anchors, device=tokens.device)[:, None] + steps).clamp(max=self.max_length - 1)
+        if len(anchors) == 1:  # ordinary continuation, for which transformers needs no mask or makes the same one
+            return self.forward(tokens, cache, layer_ids, positions)  # type: ignore[arg-type]
         rows = torch.arange(length, device=tokens.device).expand(len(anchors), -1)
         queries, keys = (context_rows(p, torch.zeros_like(p)) for p in (positions, rows))
         return self.forward(tokens, cache, layer_ids, positions, self.masks(queries, keys))  # type: ignore[arg-type]

@@ -57,14 +57,21 @@ def test_target_slots_grow_layers_of_their_own_shape():
 def test_rows_of_a_draft():
     """One request after a rejection, one after full acceptance, one that has just read its prompt; P = 3, B = 2."""
     base, anchor = torch.tensor([2, 1, 4]), torch.tensor([4, 5, 4])
-    rows = draft_rows(10, base, anchor, torch.tensor([True, False, False]), 3, 2)
+    rows = draft_rows(9, base, anchor, torch.tensor([2, 0, 0]), 2)
     c, r, b, n = CONTEXT, CARRY, BLOCK, NOTHING
     assert rows.kind.tolist() == [
-        [c, c, c, c, r, r, b, b, n, n],
-        [c, c, c, c, c, b, b, n, n, n],
-        [c, c, c, c, n, n, n, n, b, b],
+        [c, c, c, c, r, r, b, b, n],
+        [c, c, c, c, c, b, b, n, n],
+        [c, c, c, c, b, b, n, n, n],
     ]
     assert rows.position[0].tolist()[:8] == [0, 1, 2, 3, 4, 5, 4, 5]
-    assert rows.position[1].tolist()[:7] == [0, 1, 2, 3, 4, 5, 6] and rows.position[2].tolist()[8:] == [4, 5]
+    assert rows.position[1].tolist()[:7] == [0, 1, 2, 3, 4, 5, 6] and rows.position[2].tolist()[:6] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     assert rows.offset[0].tolist()[4:8] == [2, 3, 0, 1]  # proposals 2 and 3; slots 0 and 1
-    assert rows.branch[0].tolist()[:8] == [-1] * 4 + [0] * 4 and rows.anchor.tolist() == [[4] * 10, [5] * 10, [4] * 10]
+    assert rows.branch[0].tolist()[:8] == [-1] * 4 + [0] * 4 and rows.anchor.tolist() == [[4] * 9, [5] * 9, [4] * 9]

@@ -334,10 +334,12 @@ class Engine:
         rows = drafter.carried(features, rejected) if self.carries else drafter.context(features)
         cache.write(drafter.key_values(rows, positions), 0, [r.base for r in requests])
 
-        length = cache.aim([r.base + p + 1 for r in requests], size)
+        length = cache.aim([r.anchor + r.carried for r in requests], size)
         block = drafter.block_tokens(batch.tokens[: len(requests)])
         queries = block_rows(anchor[:, None], torch.zeros_like(anchor)[:, None], size)
-        masks = drafter.masks(queries, draft_rows(length, base, anchor, carried > 0, p, size))
+        masks = None  # of a single request the block sees every row there is
+        if len(requests) > 1 or "sliding_attention" in (drafter.config.layer_types or ()):
+            masks = drafter.masks(queries, draft_rows(length, base, anchor, carried, size))
         embeds = self.target.embed(block).to(drafter.dtype)
         return drafter.block(embeds, queries.position, cache, masks)
 
