@@ -26,6 +26,13 @@ from carryover.errors import InputError
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
         ({"head_dim": 0}, "head_dim"),
         ({"head_dim": 7}, "head_dim must be even"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a number above 0, got 'x'"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps must be a number above 0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta must be a number above 0"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}},
+            "rope_theta must be a number above",
+        ),
         ({"hidden_act": "swoosh"}, "'swoosh'"),
         ({"block_size": 0}, "block_size"),
         ({"block_size": True}, "block_size"),

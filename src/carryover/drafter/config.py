@@ -5,6 +5,7 @@ Letters: `B` block rows, `P` proposals, `D` hidden size, `M` captured target lay
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any, Literal, get_args
 
@@ -148,6 +149,9 @@ class DrafterConfig(PretrainedConfig):
                 f"drafter config: rope_parameters must give rope_theta and a rope_type out of {', '.join(ROPE_TYPES)}, "
                 f"got {rope}."
             )
+        for field, value in (("rms_norm_eps", self.rms_norm_eps), ("rope_theta", rope["rope_theta"])):
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise InputError(f"drafter config: {field} must be a number above 0, got {value!r}.")
         if rope.get("partial_rotary_factor", 1.0) != 1.0 or "mrope_section" in rope:
             raise InputError(
                 "drafter config: partial or multi-axis rotary embeddings are not supported; heads rotate whole."
