@@ -14,13 +14,10 @@ import statistics
 import time
 
 import torch
+from common import prompt_ids, random_drafter
 
-from carryover.config import Recipe, drafter_config
-from carryover.data.chat import render_prompt
-from carryover.data.prompts import SUITES, load_prompts
 from carryover.decode.engine import Engine, Request
 from carryover.decode.trace import Generation
-from carryover.drafter.modeling import Drafter
 from carryover.target import Target
 
 
@@ -33,15 +30,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()
     target = Target.load(args.target, args.dtype)
-    recipe = Recipe.model_validate({
-        "target": args.target, "data": {"corpus": "unused"},
-        "train": {"baseline": {"steps": 1}, "carryover": {"steps": 1}},
-        "drafter": {"algorithm": "dflash", "layers": args.layers, "block_size": 16, "mask_token_id": args.mask_token},
-    })  # fmt: skip
-    torch.manual_seed(0)
-    drafter = Drafter(drafter_config(recipe, target)).to(target.dtype).eval()
-    assert target.tokenizer is not None
-    ids = render_prompt(target.tokenizer, load_prompts(SUITES["smollm2_demo"])[0].turns[:1])
+    drafter, ids = random_drafter(target, args.layers, args.mask_token), prompt_ids(target)
     engine = Engine(target, drafter)
     off = Engine(target, drafter, carry=False)
     prompt = Request(ids, 16 * args.rounds)

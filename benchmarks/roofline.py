@@ -18,14 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from common import prompt_ids, random_drafter
 from torch import nn
 
-from carryover.config import Recipe, drafter_config
-from carryover.data.chat import render_prompt
-from carryover.data.prompts import SUITES, load_prompts
 from carryover.decode.engine import Engine, Request
 from carryover.decode.trace import Generation
-from carryover.drafter.modeling import Drafter
 from carryover.evaluate.environment import environment
 from carryover.target import Target
 
@@ -68,15 +65,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
     target = Target.load(args.target, args.dtype)
-    recipe = Recipe.model_validate({
-        "target": args.target, "data": {"corpus": "unused"},
-        "train": {"baseline": {"steps": 1}, "carryover": {"steps": 1}},
-        "drafter": {"algorithm": "dflash", "layers": args.layers, "block_size": 16, "mask_token_id": args.mask_token},
-    })  # fmt: skip
-    torch.manual_seed(0)
-    drafter = Drafter(drafter_config(recipe, target)).to(target.dtype).eval()
-    assert target.tokenizer is not None
-    ids = render_prompt(target.tokenizer, load_prompts(SUITES["smollm2_demo"])[0].turns[:1])
+    drafter, ids = random_drafter(target, args.layers, args.mask_token), prompt_ids(target)
 
     measured: dict[str, list[float]] = {"plain": [], "verification": [], "draft": [], "draft without carry": []}
     outside: list[float] = []
