@@ -94,6 +94,7 @@ def test_words_say_what_was_measured() -> None:
     assert "trained for the same extra steps without carry" in controls(results)
     results["temperature"], results["draft_sampling"] = 1.0, "probabilistic"
     assert "sampling at temperature 1, lossless verification of sampled drafts" in measured(results)
+    assert "batch of one" in text and "16 requests at a time" in measured({**results, "batch_size": 16})
     results["runs"] = [results["runs"][0], results["runs"][2]]
     assert "no drafter without carry" in controls(results)
 

@@ -57,12 +57,12 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.slots, self.capacity = slots, capacity
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.target = Window(0, [0], 0)
+        self.window = Window(0, [0], 0)
 
     def aim(self, first: int, starts: list[int], rows: int, device: torch.device) -> int:
         """The next forward writes `rows` rows from row `starts[i]` on into slot `first + i`; returns K."""
-        self.target = Window(first, starts, rows, device)
-        return self.target.length
+        self.window = Window(first, starts, rows, device)
+        return self.window.length
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -73,8 +73,8 @@ class SlotCache(Cache):
             shape = (self.slots, key_states.shape[1], self.capacity)
             # Zeros, not `empty`: rows that nobody sees are still multiplied by a weight of zero, and 0 * NaN is NaN.
             self.buffers[layer_idx] = tuple(x.new_zeros(*shape, x.shape[-1]) for x in new)  # type: ignore[assignment]
-        self.target.write(self.buffers[layer_idx], new)
-        return self.target.read(self.buffers[layer_idx])
+        self.window.write(self.buffers[layer_idx], new)
+        return self.window.read(self.buffers[layer_idx])
 
     def move(self, source: int, slot: int, rows: int) -> None:
         """Copies the first `rows` rows of one slot to another."""
@@ -88,7 +88,7 @@ class SlotCache(Cache):
 
     # ---- what transformers asks for where it makes the masks itself (a prompt, one request at a time) ----------------
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.target.start
+        return self.window.start
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.target.start + query_length, 0
+        return self.window.start + query_length, 0

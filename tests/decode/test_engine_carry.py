@@ -88,7 +88,7 @@ def test_carry_rows_live_one_round_at_their_own_positions(family_target, slots):
     seen, block = [], drafter.block
 
     def watched(embeds, positions, kv, masks):
-        seen.append((masks, kv.target.start, kv.target.length))
+        seen.append((masks, kv.window.start, kv.window.length))
         return block(embeds, positions, kv, masks)
 
     drafter.block = watched

@@ -34,7 +34,7 @@ class DraftCache:
             (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
             for _ in range(config.num_hidden_layers)
         ]
-        self.target = Window(0, [0], 0)
+        self.window = Window(0, [0], 0)
 
     def write(self, kv: LayerKeyValues, first: int, starts: list[int]) -> None:
         """Writes rows `[b, G, rows, hd]` of each layer into slots `first..`, from row `starts[i]` on."""
@@ -44,13 +44,13 @@ class DraftCache:
 
     def aim(self, starts: list[int], rows: int) -> int:
         """Where the block's rows of slots 0, 1, ... go; returns how many rows of a slot the block reads."""
-        self.target = Window(0, starts, rows, self.layers[0][0].device)
-        return self.target.length
+        self.window = Window(0, starts, rows, self.layers[0][0].device)
+        return self.window.length
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the block's rows `[b, G, B, hd]` where `aim` said; returns views of all rows, `[b, G, K, hd]`."""
-        self.target.write(self.layers[layer], (keys, values))
-        return self.target.read(self.layers[layer])
+        self.window.write(self.layers[layer], (keys, values))
+        return self.window.read(self.layers[layer])
 
     def grow(self, capacity: int) -> None:
         self.layers = [grown(buffers, capacity) for buffers in self.layers]

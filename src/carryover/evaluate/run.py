@@ -1,11 +1,11 @@
 """Runs several methods over the same prompts, interleaved, and writes `trace.jsonl` and `results.json`.
 
 Methods are plain decoding, every drafter, and on request every carrying drafter once more with carry off. They take
-turns prompt by prompt in one process, in rotating order, so that a slow minute hits all of them. A prompt with several
-turns continues, for all methods alike, from what plain decoding answered.
+turns in one process, in rotating order, after each prompt (or a few batches of them: `Plan.batch_size`), so that a slow
+minute hits all of them. A prompt with several turns continues, for all methods alike, from what plain decoding said.
 
-A finished prompt is appended to the trace at once; a run that was killed goes on where it stopped, with the same seeds.
-The trace has one line per method, prompt and turn: `{method, prompt, task, turn, generation}` (decode/trace.py).
+What all methods have answered is appended to the trace at once; a run that was killed goes on where it stopped, with
+the same seeds. The trace has one line per method, prompt and turn: `{method, prompt, task, turn, turns, generation}`.
 """
 
 from __future__ import annotations

@@ -114,10 +114,12 @@ def measured(results: Mapping[str, Any]) -> str:
     if temperature:
         drafts = results.get("draft_sampling", "greedy")
         decoding += f", lossless verification of {'sampled' if drafts == 'probabilistic' else 'greedy'} drafts"
+    size = results.get("batch_size", 1)
+    together = "batch of one" if size == 1 else f"{size} requests at a time, so that speeds are throughput"
     return (
         f"{plain['prompts']} prompts, at most {results['max_new_tokens']} new tokens each, {decoding}, seed "
-        f"{results['seed']}, batch of one, {env.get('dtype')} on {env.get('device')} ({env.get('cpu')}, "
-        f"{env.get('threads')} threads). The methods took turns prompt by prompt in one process. Acceptance length is "
+        f"{results['seed']}, {together}, {env.get('dtype')} on {env.get('device')} ({env.get('cpu')}, "
+        f"{env.get('threads')} threads). The methods took turns in one process. Acceptance length is "
         f"tokens emitted per target verification, bonus token included, the first token of a response not counted, "
         f"pooled over rounds. Speed is all tokens over all seconds, prefill included. Intervals are 95 % percentile "
         f"intervals of 2,000 bootstrap resamples of prompts; gains are paired over prompts."
