@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from carryover import demo
+from carryover import run as run_module
 from carryover.data.prompts import load_prompts
 from carryover.demo import FAST, DemoPlan, lab_recipe, run_demo, smollm2_recipe
 from carryover.errors import InputError
@@ -32,7 +32,7 @@ def test_demo_and_demo_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def must_not(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(demo, "train", must_not)
+    monkeypatch.setattr(run_module, "train", must_not)
     before = (tmp_path / "lab" / "trace.jsonl").read_text()
     run_demo(tmp_path, FAST, Console(file=io.StringIO()))
     assert (tmp_path / "lab" / "trace.jsonl").read_text() == before

@@ -114,6 +114,29 @@ def demo(
 
 
 @app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(help="YAML file; see recipes/.")],
+    out: Annotated[Path, typer.Option(help="Run folder; an interrupted run goes on from it.")],
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Override: train.baseline.steps=100.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
+    threads: ThreadsOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Record, train a baseline, its control and its Carryover, decode held-out prompts with all, report. Resumable."""
+    from .config import Recipe
+    from .run import plan
+    from .run import run as run_recipe
+
+    _quiet()
+    resolved = Recipe.load(recipe, settings or [])
+    if dry_run:
+        for number, title in enumerate(plan(resolved), 1):
+            typer.echo(f"{number}. {title}")
+        return
+    typer.echo(f"the report: {run_recipe(resolved, out)}")
+
+
+@app.command()
 def lab(
     out: Annotated[Path, typer.Option(help="Folder for prompts, model and training checkpoint.")] = Path("runs/lab"),
     prompts_only: Annotated[bool, typer.Option("--prompts-only", help="The packaged target `lab` is enough.")] = False,

@@ -195,6 +195,8 @@ class EvaluateConfig(Section):
     max_new_tokens: Count = 512
     temperatures: tuple[NotNegative, ...] = (0.0,)
     draft_sampling: Literal["greedy", "probabilistic"] = "probabilistic"  # used above temperature 0 (SPEC 0.1 #9)
+    carry_off: bool = True  # decode with carryover once more, without its carry
+    batch_size: Count = 1  # requests that decode together; 1 measures latency, more is quicker
 
 
 class Recipe(Section):

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from .config import Recipe, Stage
+from .config import Recipe
 from .data.prompts import SUITES, Prompt, load_prompts
 from .data.record import record
 from .decode.sampling import Sampling
@@ -30,8 +28,8 @@ from .formats import load_drafter
 from .lab import write_prompts
 from .report import cautions, write_report
 from .report.tables import gains_table, terminal_table, to_rich
+from .run import announced, stage
 from .target import Target
-from .train.trainer import train
 
 
 @dataclass(frozen=True)
@@ -65,21 +63,21 @@ def run_demo(out: Path, plan: DemoPlan = DemoPlan(), console: Console | None = N
     target = Target.load("lab", dtype="float32")
     train_file, eval_file = write_prompts(out / "prompts", plan.train_prompts, plan.eval_prompts, plan.seed)
     recorded = out / "recorded.jsonl"
-    with step(console, f"1. The lab target answers {plan.train_prompts} prompts"):
+    with announced(console, f"1. The lab target answers {plan.train_prompts} prompts"):
         record(target, load_prompts(train_file), recorded, Sampling(0.7), plan.new_tokens, plan.seed, batch_size=64)
     recipe = lab_recipe(plan, target.num_layers)
-    with step(console, f"2. Baseline: a DFlash drafter from scratch, {plan.baseline_steps} steps"):
+    with announced(console, f"2. Baseline: a DFlash drafter from scratch, {plan.baseline_steps} steps"):
         baseline = stage(recipe, "baseline", out / "baseline", target, recorded)
-    with step(console, f"3. Control: the same drafter, {plan.extra_steps} steps more, without carry"):
+    with announced(console, f"3. Control: the same drafter, {plan.extra_steps} steps more, without carry"):
         continued = stage(recipe, "continued", out / "continued", target, recorded, baseline)
-    with step(console, f"4. Carryover: the same drafter, {plan.extra_steps} steps more, on its rejected states"):
+    with announced(console, f"4. Carryover: the same drafter, {plan.extra_steps} steps more, on its rejected states"):
         carryover = stage(recipe, "carryover", out / "carryover", target, recorded, baseline)
-    with step(console, f"5. Decode {plan.eval_prompts} held-out prompts: plainly and with each drafter"):
+    with announced(console, f"5. Decode {plan.eval_prompts} held-out prompts: plainly and with each drafter"):
         drafters = {str(path): load_drafter(path, target) for path in (baseline, continued, carryover)}
         decode = Plan(plan.new_tokens, seed=plan.seed, carry_off=True)
         results = evaluate(target, drafters, load_prompts(eval_file), out / "lab", decode)
     if plan.smollm2_prompts:
-        with step(console, "6. SmolLM2-135M: a drafter trained for a moment, and whether it changes the text"):
+        with announced(console, "6. SmolLM2-135M: a drafter trained for a moment, and whether it changes the text"):
             smollm2 = smollm2_part(out / "smollm2", plan)
         show_texts(console, out / "smollm2", smollm2)
     page = write_report(out, "Carryover demo")
@@ -97,15 +95,6 @@ def claim(out: Path, plan: DemoPlan) -> None:
         raise InputError(f"{out} holds a demo with other amounts; name another --out, or delete it.")
     out.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
-
-
-def stage(recipe: Recipe, name: Stage, out: Path, target: Target, corpus: Path, start: Path | None = None) -> Path:
-    """Trains a stage unless it is finished, going on from what an interrupted run left."""
-    finished = out / "finished"
-    if not finished.exists():
-        train(recipe, name, out, start, resume=True, corpus=corpus, target=target)
-        finished.touch()
-    return out
 
 
 def lab_recipe(plan: DemoPlan, target_layers: int) -> Recipe:
@@ -200,12 +189,3 @@ def _distinct(by_method: dict[str, str]) -> dict[str, str]:
 def _one_line(prompt: Prompt) -> str:
     text = " ".join(prompt.turns[0].split())
     return text if len(text) <= 100 else text[:99] + "…"
-
-
-@contextmanager
-def step(console: Console, title: str) -> Iterator[None]:
-    """Announces a step and says how long it took."""
-    console.rule(f"[bold]{title}", align="left", style="dim")
-    began = time.monotonic()
-    yield
-    console.print(f"[dim]{time.monotonic() - began:.0f} s")

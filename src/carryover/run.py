@@ -1,0 +1,145 @@
+"""A recipe from start to end: record, train a baseline, its control and its Carryover, decode held-out prompts, report.
+
+    OUT/recorded.jsonl                    the target's responses, unless data.corpus names some
+    OUT/{baseline,continued,carryover}    the drafters
+    OUT/t0, OUT/t1, ...                   one evaluation for each of evaluate.temperatures
+    OUT/report.html                       all of it on a page
+
+Each step is finished once: the same command goes on where an interrupted run stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+import yaml
+from rich.console import Console
+
+from .config import Recipe, Stage, StageConfig
+from .data.prompts import load_prompts
+from .data.record import record
+from .decode.sampling import Sampling
+from .errors import InputError
+from .evaluate.run import Plan, evaluate
+from .files import write_text
+from .formats import load_drafter
+from .report import write_report
+from .target import Target
+from .train.trainer import differences, train
+
+STAGES: tuple[Stage, ...] = ("baseline", "continued", "carryover")
+FINISHED = "finished"
+
+
+class Step(NamedTuple):
+    """title: what it does, with its amounts; call: does what is left of it."""
+
+    title: str
+    call: Callable[[], object]
+
+
+def run(recipe: Recipe, out: Path, console: Console | None = None, target: Target | None = None) -> Path:
+    """Runs what `out` does not hold yet and returns the path of the report page.
+
+    Raises InputError when `out` belongs to another recipe or the recipe does not say what to evaluate.
+    """
+    console = console or Console()
+    claim(out, recipe)
+    target = target or Target.load(recipe.target, recipe.target_dtype)
+    for number, step in enumerate(steps(recipe, out, target), 1):
+        with announced(console, f"{number}. {step.title}"):
+            step.call()
+    return write_report(out)
+
+
+def plan(recipe: Recipe) -> list[str]:
+    """What `run` would do, one line a step; nothing is loaded."""
+    return [step.title for step in steps(recipe, Path(), None)]
+
+
+def steps(recipe: Recipe, out: Path, target: Target | None) -> list[Step]:
+    """The steps of a recipe in order. target: None where they are only named."""
+    if not recipe.evaluate.prompts:
+        raise InputError("evaluate.prompts is empty; name held-out prompts, or use `record`, `train` and `evaluate`.")
+    corpus = None if recipe.data.corpus else out / "recorded.jsonl"  # None: the recipe's
+    todo = []
+    if corpus is not None:
+        r = recipe.record
+        amount = f"{r.limit} prompts" if r.limit else f"the prompts of {', '.join(r.prompts)}"
+        todo.append(Step(
+            f"{recipe.target} answers {amount}, at most {r.max_new_tokens} tokens at temperature {r.temperature:g}",
+            lambda: record_responses(recipe, _there(target), corpus),
+        ))  # fmt: skip
+    for name in STAGES:
+        start = None if name == "baseline" else out / "baseline"
+        settings: StageConfig = getattr(recipe.train, name)
+        length = f"{settings.steps} steps" if settings.steps else f"{settings.epochs:g} epochs"
+        what = {"baseline": "a fresh drafter", "continued": "the control, without carry", "carryover": "with carry"}
+        todo.append(Step(
+            f"{name}: {what[name]}, {length} of {settings.batch_size * settings.accumulation} rows",
+            lambda name=name, start=start: stage(recipe, name, out / name, _there(target), corpus, start),  # type: ignore[misc]
+        ))  # fmt: skip
+    for temperature in recipe.evaluate.temperatures:
+        todo.append(Step(
+            f"decode held-out prompts at temperature {temperature:g}",
+            lambda t=temperature: decode(recipe, out, _there(target), t),  # type: ignore[misc]
+        ))  # fmt: skip
+    return todo
+
+
+def _there(target: Target | None) -> Target:
+    assert target is not None
+    return target
+
+
+def claim(out: Path, recipe: Recipe) -> None:
+    """Marks `out` as the folder of this recipe. Raises InputError when it is another's."""
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file; name a folder as --out.")
+    path = out / "recipe.yaml"
+    if path.exists():
+        changed = differences(yaml.safe_load(path.read_text(encoding="utf-8")), recipe.model_dump(mode="json"))
+        if changed:
+            raise InputError(f"{out} holds a run of another recipe ({', '.join(changed)}); name another --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(path, recipe.to_yaml())
+
+
+def record_responses(recipe: Recipe, target: Target, out: Path) -> None:
+    r = recipe.record
+    prompts = load_prompts(r.prompts, r.tasks, r.limit, recipe.seed)
+    sampling = Sampling(r.temperature, r.top_k, r.top_p, r.min_p)
+    record(target, prompts, out, sampling, r.max_new_tokens, recipe.seed, r.batch_size, recipe.data.template)
+
+
+def stage(recipe: Recipe, name: Stage, out: Path, target: Target, corpus: Path | None, start: Path | None = None) -> Path:
+    """Trains a stage unless it is finished, going on from what an interrupted run left."""
+    finished = out / FINISHED
+    if not finished.exists():
+        train(recipe, name, out, start, resume=True, corpus=corpus, target=target)
+        finished.touch()
+    return out
+
+
+def decode(recipe: Recipe, out: Path, target: Target, temperature: float) -> None:
+    """Evaluates the three drafters at one temperature; the target's dtype is theirs as well."""
+    e = recipe.evaluate
+    drafters = {str(out / name): load_drafter(out / name, target, target.dtype, target.device) for name in STAGES}
+    how = Plan(
+        e.max_new_tokens, Sampling(temperature), e.draft_sampling, recipe.seed, e.carry_off, e.batch_size,
+        template=recipe.data.template,
+    )  # fmt: skip
+    evaluate(target, drafters, load_prompts(e.prompts, e.tasks, e.limit, recipe.seed), out / f"t{temperature:g}", how)
+
+
+@contextmanager
+def announced(console: Console, title: str) -> Iterator[None]:
+    """Announces a step and says how long it took."""
+    console.rule(f"[bold]{title}", align="left", style="dim")
+    began = monotonic()
+    yield
+    console.print(f"[dim]{monotonic() - began:.0f} s")
