@@ -56,6 +56,7 @@ class DrafterShape(Section):
     slots: Slots  # left out: fill_in (B - 1 proposals) for dflash, next_token (B proposals) for markov
     target_layer_ids: tuple[int, ...] | None = None  # z-lab numbering; null: `captured` layers, evenly spaced
     captured: Count | None = None  # M, used where target_layer_ids is null; null: as many as draft layers
+    draft_vocab_size: Count | None = None  # propose only the corpus's most frequent tokens, so many; null: any token
     mask_token_id: int | None = None  # a row of the target's embedding; null: see `resolve_mask_token`
     intermediate_size: Count | None = None
     num_attention_heads: Count | None = None
@@ -152,6 +153,7 @@ class StageConfig(Section):
     batch_size: Count = 1  # packed rows per device and micro-batch
     accumulation: Count = 1  # micro-batches per optimizer step
     anchors: Count = 512  # per document, not per packed row
+    keep_features: bool = False  # keep the target's states on disk after the first epoch; carryover needs it live
     loss: LossConfig
     logging_steps: Count = 10
     save_steps: Count = 500
@@ -418,6 +420,7 @@ def drafter_config(recipe: Recipe, target: Target) -> DrafterConfig:
         block_size=shape.block_size,
         slots=shape.slots,
         mask_token_id=resolve_mask_token(shape.mask_token_id, target),
+        draft_vocab_size=shape.draft_vocab_size or 0,
         markov_rank=shape.markov.rank if shape.markov else 0,
         markov_kind=shape.markov.kind if shape.markov else "vanilla",
         confidence=shape.confidence,

@@ -11,7 +11,7 @@ layers, `D` target hidden size, `V` vocabulary. Source: SPEC 1.2, 6.2 (stage 0 a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,9 +159,23 @@ class Target:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Normed states `[..., D]` to logits `[..., V]`. Gradient flows to `hidden`, the weights are frozen."""
-        logits = self.model.get_output_embeddings()(hidden)
+        return self._capped(self.model.get_output_embeddings()(hidden))
+
+    def _capped(self, logits: Tensor) -> Tensor:
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def head_of(self, vocabulary: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """The head over some tokens only: states `[..., D]` of any dtype to logits `[..., len(vocabulary)]`.
+
+        vocabulary: token ids; None for all. The rows are copied, once.
+        """
+        if vocabulary is None:
+            return lambda hidden: self.head(hidden.to(self.dtype))
+        head = self.model.get_output_embeddings()
+        rows = head.weight[vocabulary.to(head.weight.device)]
+        bias = None if getattr(head, "bias", None) is None else head.bias[vocabulary.to(head.weight.device)]
+        return lambda hidden: self._capped(nn.functional.linear(hidden.to(self.dtype), rows, bias))
 
     def new_cache(self) -> Cache:
         """An empty cache that keeps all rows of all layers."""

@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,6 +94,16 @@ def load_corpus(paths: Paths, target: Target, settings: DataConfig | None = None
     if not quiet:
         print(statistics, file=sys.stderr)
     return concatenate_datasets([*parts, _dataset(chunk)] if chunk else parts)
+
+
+def frequent_tokens(dataset: Dataset, vocab_size: int, count: int, always: Iterable[int] = ()) -> Tensor:
+    """Ids of the `count` most frequent supervised tokens, ascending; `always` are among them, ties go to low ids."""
+    seen = torch.zeros(vocab_size, dtype=torch.long)
+    for batch in dataset.with_format("arrow", columns=["input_ids", "loss_mask"]).iter(CHUNK):
+        ids, mask = (pc.list_flatten(batch[name]).to_numpy(zero_copy_only=False) for name in ("input_ids", "loss_mask"))
+        seen += torch.bincount(torch.tensor(ids[mask.astype(bool)], dtype=torch.long), minlength=vocab_size)
+    seen[list(always)] = seen.max() + 1
+    return seen.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def preview(dataset: Dataset, tokenizer: Tokenizer, index: int = 0) -> str:
@@ -222,6 +232,11 @@ class PackedRows(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.members)
 
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        of = pc.list_value_length(self.dataset.with_format("arrow")[:]["input_ids"]).to_pylist()
+        return [sum(of[i] for i in row) for row in self.members]
+
     def digest(self) -> str:
         """Of all tokens and masks, in their order."""
         digest = hashlib.sha256(json.dumps(self.members).encode())
@@ -234,6 +249,7 @@ class PackedRows(torch.utils.data.Dataset):
         documents = [self.dataset[i] for i in self.members[index]]
         lengths = [len(d["input_ids"]) for d in documents]
         return {
+            "row": torch.tensor(index),
             "input_ids": torch.cat([torch.tensor(d["input_ids"], dtype=torch.long) for d in documents]),
             "positions": torch.cat([torch.arange(n) for n in lengths]),
             "document": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
@@ -273,9 +289,10 @@ PADDING = {"input_ids": 0, "positions": 0, "document": -1, "loss_mask": False}
 def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Rows to a batch padded to the longest of them, each `[b, S]`.
 
-    input_ids, positions (from 0 in every document), document (index within the row, -1 for padding), loss_mask (bool).
+    input_ids, positions (from 0 in every document), document (index within the row, -1 for padding), loss_mask (bool);
+    and `row [b]`, their indices.
     """
-    return {
+    return {"row": torch.stack([row["row"] for row in rows])} | {
         name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
         for name, value in PADDING.items()
     }

@@ -129,6 +129,7 @@ class Engine:
         self.timed = target.device.type == "cpu" if timed is None else timed
         self.layer_ids = drafter.config.layer_ids if drafter is not None else None
         self.proposals = drafter.config.num_proposals if drafter is not None else 0
+        self.draft_head = target.head_of(drafter.draft_vocab if drafter is not None else None)
 
     # ---- what users call -------------------------------------------------------------------------------------------
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, seed: int = 0) -> Generation:
@@ -316,8 +317,9 @@ class Engine:
             return tokens.new_empty(len(tokens), 0), None
         hidden = self.draft_states(batch)
         generators, history = [r.generator for r in batch.requests], self._history(batch.requests)
-        chooser = Chooser(self.sampling, self.draft_sampling, generators, history)
-        proposals, _ = self.drafter.propose(hidden, tokens, self._head, chooser)
+        vocabulary = self.drafter.draft_vocab
+        chooser = Chooser(self.sampling, self.draft_sampling, generators, history, vocabulary, self.target.vocab_size)
+        proposals, _ = self.drafter.propose(hidden, tokens, self.draft_head, chooser)
         return proposals, chooser.probabilities
 
     def draft_states(self, batch: Batch) -> Tensor:
@@ -348,9 +350,6 @@ class Engine:
         if not any(request.processors for request in requests):
             return None
         return History([r.ids for r in requests], [r.processors for r in requests], self.target.device)
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        return self.target.head(hidden.to(self.target.dtype))
 
     def _verify_and_commit(self, batch: Batch, proposals: Tensor, q: Tensor | None) -> list[tuple[list[int], int, int]]:
         """One target forward; per request the proposals, n, and the correction or bonus. Waits for the device, once."""

@@ -83,8 +83,10 @@ def rejection_sampling(proposals: Tensor, p: Tensor, q: Tensor, generator: Gener
 class Chooser:
     """How the drafter of one round chooses its proposals; it remembers the distributions it drew from.
 
-    Called with logits `[b, P, V]` once (DFlash) or `[b, V]` for every proposal in turn (Markov). With a history the
-    proposals are chosen one by one in either case, each processed behind the ones before it.
+    Called with logits `[b, P, V]` once (DFlash) or `[b, V]` for every proposal in turn (Markov); returns token ids.
+    With a history the proposals are chosen one by one in either case, each processed behind the ones before it.
+
+    vocabulary: ids of the tokens that the logits are of; None: of all `vocab_size` tokens.
     """
 
     def __init__(
@@ -93,17 +95,27 @@ class Chooser:
         draft_sampling: DraftSampling,
         generator: Generators,
         history: History | None = None,
+        vocabulary: Tensor | None = None,
+        vocab_size: int = 0,
     ) -> None:
         self.sampling, self.generator, self.history = sampling, generator, history
+        self.vocabulary, self.vocab_size = vocabulary, vocab_size
         self.draws = draft_sampling == "probabilistic" and not sampling.greedy
         self._drawn: list[Tensor] = []
         self._chosen: list[Tensor] = []
 
     def __call__(self, logits: Tensor) -> Tensor:
+        if self.vocabulary is not None and (self.draws or self.history is not None):
+            everything = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+            return self._processed(everything.index_copy(-1, self.vocabulary, logits))
+        chosen = self._processed(logits)
+        return chosen if self.vocabulary is None else self.vocabulary[chosen]
+
+    def _processed(self, logits: Tensor) -> Tensor:
         if self.history is None:
             return self._choose(logits)
         if logits.dim() == 3:
-            return torch.stack([self(row) for row in logits.unbind(1)], dim=1)
+            return torch.stack([self._processed(row) for row in logits.unbind(1)], dim=1)
         before = (
             torch.stack(self._chosen, dim=1) if self._chosen else logits.new_empty(len(logits), 0, dtype=torch.long)
         )

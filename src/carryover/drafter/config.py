@@ -40,6 +40,7 @@ class DrafterConfig(PretrainedConfig):
         where the checkpoint's format does not say (speculators), and then only `formats.check_fits` can tell whether
         they exist.
     mask_token_id: the input of every slot but the first; an existing row of the target's embedding.
+    draft_vocab_size: 0 if any token can be proposed, else how many can; the tensor `draft_vocab` says which.
     markov_rank: 0 for DFlash (slots independent given the context), else the rank of the first-order head (SPEC 3.1).
     carry: how rejected rows enter the context. `none`: never; `plain`: as they are; `embedding`: marked by one learned
         vector; `projector`: through their own fusion instead of `fc` (SPEC 7).
@@ -82,6 +83,7 @@ class DrafterConfig(PretrainedConfig):
     block_size: int = 0
     slots: str = ""
     mask_token_id: int = -1
+    draft_vocab_size: int = 0
     markov_rank: int = 0
     markov_kind: str = "vanilla"
     confidence: bool = False
@@ -113,7 +115,7 @@ class DrafterConfig(PretrainedConfig):
 
         Not run on construction: transformers builds empty configurations to compare defaults.
         """
-        zero_based = ("num_target_layers", "markov_rank", "mask_token_id")
+        zero_based = ("num_target_layers", "markov_rank", "mask_token_id", "draft_vocab_size")
         for field, least in [*((f, 1) for f in COUNTS), *((f, 0) for f in zero_based)]:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -142,6 +144,11 @@ class DrafterConfig(PretrainedConfig):
             raise InputError(
                 f"drafter config: mask_token_id {self.mask_token_id} is no row of the target's embedding "
                 f"(0 to {self.vocab_size - 1})."
+            )
+        if self.draft_vocab_size > self.vocab_size:
+            raise InputError(
+                f"drafter config: draft_vocab_size {self.draft_vocab_size} is more than the target's {self.vocab_size} "
+                "tokens; 0 proposes any of them."
             )
         rope = self.rope_parameters or {}
         if rope.get("rope_type") not in ROPE_TYPES or "rope_theta" not in rope:

@@ -3,7 +3,8 @@
 The Markov head turns a parallel drafter into a cheap sequential one: the logits of proposal i get a low-rank bias that
 depends on the token before it. One walk over the head serves greedy and sampled drafting alike.
 
-Letters: `b` batch, `P` proposals, `D` hidden, `V` vocabulary, `r` rank. Source: SPEC 3.1 to 3.3.
+Letters: `b` batch, `P` proposals, `D` hidden, `V` vocabulary (of logits: the draft vocabulary), `r` rank.
+Source: SPEC 3.1 to 3.3.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from .config import DrafterConfig
 
-Choose = Callable[[Tensor], Tensor]  # corrected logits [..., V] -> chosen tokens [...]
+Choose = Callable[[Tensor], Tensor]  # corrected logits [..., V], of the draft vocabulary -> target token ids [...]
 
 
 class MarkovHead(nn.Module):
@@ -31,7 +32,7 @@ class MarkovHead(nn.Module):
         self.kind = config.markov_kind
         self.rank = r
         self.markov_w1 = nn.Embedding(config.vocab_size, r)
-        self.markov_w2 = nn.Linear(r, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(r, config.draft_vocab_size or config.vocab_size, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(d + r, r)
         elif self.kind == "rnn":

@@ -4,7 +4,7 @@ It owns no embedding and no LM head: the target's are passed in, never copied. O
 carry rows`, `run the block`, `propose`; training does the same for many anchors at once with a mask from `rows.py`.
 
 Letters: `b` batch, `S` context rows, `R` carry rows, `B` block rows, `P` proposals, `M` captured layers, `Dt` target
-hidden size, `D` hidden, `V` vocabulary, `G` key/value heads, `hd` head size.
+hidden size, `D` hidden, `V` vocabulary, of logits the draft vocabulary, `G` key/value heads, `hd` head size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .config import DrafterConfig
 from .context import CarryMark
 from .heads import Choose, ConfidenceHead, MarkovHead
 
-Head = Callable[[Tensor], Tensor]  # the target's LM head: hidden [..., D] -> logits [..., V]
+Head = Callable[[Tensor], Tensor]  # the target's LM head, its rows of the draft vocabulary: hidden [..., D] -> [..., V]
 
 
 class Proposals(NamedTuple):
@@ -60,6 +60,9 @@ class Drafter(PreTrainedModel):
             self.confidence_head = ConfidenceHead(config)
         if config.carry != "none":
             self.carry = CarryMark(config)
+        # Ids of the tokens that can be proposed, ascending; None: all of them.
+        self.draft_vocab: Tensor | None
+        self.register_buffer("draft_vocab", torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None)
         self.post_init()
         if config.carry != "none":
             self.carry.start_from(self.fc)
@@ -144,12 +147,23 @@ class Drafter(PreTrainedModel):
         return tokens
 
     # ---- proposals -------------------------------------------------------------------------------------------------
+    def token_ids(self, index: Tensor) -> Tensor:
+        """Indices `[...]` into the draft vocabulary to token ids of the target."""
+        return index if self.draft_vocab is None else self.draft_vocab[index]
+
+    def vocabulary_index(self, tokens: Tensor) -> Tensor:
+        """Token ids `[...]` to indices into the draft vocabulary, -1 for a token that is not in it."""
+        if self.draft_vocab is None:
+            return tokens
+        index = torch.searchsorted(self.draft_vocab, tokens).clamp(max=len(self.draft_vocab) - 1)
+        return torch.where(self.draft_vocab[index] == tokens, index, -1)
+
     def proposing(self, hidden: Tensor) -> Tensor:
         """The rows of a block that make proposals: `[b, B, D]` to `[b, P, D]`, in both slot conventions."""
         return hidden[:, self.config.first_slot :]
 
     def propose(self, hidden: Tensor, anchor_token: Tensor, head: Head, choose: Choose) -> Proposals:
-        """P proposals from block states `[b, B, D]`; `choose` maps logits to tokens (argmax, or sampling)."""
+        """P proposals from block states `[b, B, D]`; `choose` maps logits to token ids (argmax, or sampling)."""
         hidden = self.proposing(hidden)
         logits = head(hidden)
         if self.config.markov_rank:
@@ -186,7 +200,11 @@ class Drafter(PreTrainedModel):
                 raise InputError(
                     f"the drafter's tensor {name!r} has shape {found}, but its config calls for {expected}."
                 )
-            if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            if name == "draft_vocab":
+                ids, inside = tensor.tolist(), 0 <= int(tensor.min()) <= int(tensor.max()) < config.vocab_size
+                if tensor.dtype != torch.int64 or ids != sorted(set(ids)) or not inside:
+                    raise InputError("the drafter's draft_vocab must be ascending token ids of the target, as int64.")
+            elif tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise InputError(
                     f"the drafter's tensor {name!r} is stored as {tensor.dtype}; convert it to bfloat16 or float32."
                 )

@@ -44,6 +44,14 @@ class Objective:
         return (mask * decay_weights(mask.shape[-1], self.gamma).to(mask.device)).sum()
 
 
+def learnt(labels: Tensor, mask: Tensor) -> Tensor:
+    """Which supervised slots `mask [..., P]` get a loss: those before the first label that cannot be proposed.
+
+    labels: indices into the draft vocabulary, -1 for tokens outside it. There a round ends whatever the drafter says.
+    """
+    return mask & (labels >= 0).cumprod(-1).bool()
+
+
 def decay_weights(proposals: int, gamma: float) -> Tensor:
     """`[P]` weights exp(-i / gamma), i from 0: an early mistake costs all that follow."""
     return torch.exp(-torch.arange(proposals) / gamma)
@@ -62,7 +70,8 @@ def dpace_weights(ce: Tensor, mask: Tensor, alpha: float) -> Tensor:
 
 class BlockLoss(NamedTuple):
     """loss: the weighted sum, not yet normalised. Detached sums over supervised blocks and slots, for the log:
-    ce, l1, slots, `matched` (tokens of the longest right prefix of each block), blocks, `right [P]`, `seen [P]`."""
+    ce, l1, slots (of the slots that get a loss), `matched` (tokens of the longest right prefix of each block), blocks,
+    `right [P]`, `seen [P]`."""
 
     loss: Tensor
     ce: Tensor
@@ -83,11 +92,14 @@ def block_loss(
     objective: Objective,
     target_logits_of: Callable[[Tensor], Tensor] | None = None,
     target_hidden: Tensor | None = None,
+    vocabulary: Tensor | None = None,
 ) -> BlockLoss:
     """The loss of `T` blocks, their logits computed a chunk at a time and again in backward when they would not fit.
 
-    hidden `[T, P, D]`; previous, labels, mask `[T, P]`. With l1, target_hidden `[T, P, Dt]` holds the target's final
-    states that predict each label and target_logits_of is its head.
+    hidden `[T, P, D]`; previous, labels, mask `[T, P]`; labels are indices into the draft vocabulary, -1 outside it,
+    where nothing is learnt and the drafter counts as wrong. With l1, target_hidden `[T, P, Dt]` holds the target's
+    final states that predict each label and target_logits_of is its head; vocabulary: the tokens that can be proposed,
+    None for all. What the target gives to others is a constant part of the distance.
     """
     keep = mask.any(-1)
     hidden, previous, labels, mask = hidden[keep], previous[keep], labels[keep], mask[keep]
@@ -96,24 +108,26 @@ def block_loss(
 
     def one(h: Tensor, y: Tensor, x: Tensor, m: Tensor, t: Tensor | None) -> tuple[Tensor, ...]:
         logits = logits_of(h, y).float()
-        ce = cross_entropy(logits.flatten(0, 1), x.flatten(), reduction="none").view_as(x)
+        ce = cross_entropy(logits.flatten(0, 1), x.flatten(), reduction="none", ignore_index=-1).view_as(x)
+        learn = learnt(x, m)
         slot = objective.ce * ce
         l1 = torch.zeros_like(ce)
         if t is not None and target_logits_of is not None:
             with torch.no_grad():
                 p = target_logits_of(t).float().softmax(-1)
-            l1 = (logits.softmax(-1) - p).abs().sum(-1)
+            p = p if vocabulary is None else p[..., vocabulary]
+            l1 = (logits.softmax(-1) - p).abs().sum(-1) + (0 if vocabulary is None else 1 - p.sum(-1))
             slot = slot + objective.l1 * l1
         if objective.weighting == "dpace":
-            weight = dpace_weights(ce, m, objective.dpace_alpha)
+            weight = dpace_weights(ce, learn, objective.dpace_alpha)
         else:
-            weight = decay_weights(proposals, objective.gamma).to(m.device) * m
+            weight = decay_weights(proposals, objective.gamma).to(m.device) * learn
         right = (logits.argmax(-1) == x) & m
-        matched = matched_prefix(torch.where(m, logits.argmax(-1), -1), x)
-        return (slot * weight).sum(), (ce * m).sum(), (l1 * m).sum(), matched.sum(), right.sum(0)
+        matched = matched_prefix(torch.where(m, logits.argmax(-1), -2), x)
+        return (slot * weight).sum(), (ce * learn).sum(), (l1 * learn).sum(), matched.sum(), right.sum(0)
 
-    vocabulary = logits_of(hidden[:1], previous[:1]).shape[-1] if len(hidden) else 1
-    step = max(1, MAX_CHUNK // (proposals * vocabulary))
+    width = logits_of(hidden[:1], previous[:1]).shape[-1] if len(hidden) else 1
+    step = max(1, MAX_CHUNK // (proposals * width))
     totals: list[Tensor] | None = None
     for i in range(0, len(hidden), step):
         part = [v[i : i + step] for v in (hidden, previous, labels, mask)]
@@ -125,5 +139,5 @@ def block_loss(
         totals = [zero, zero, zero, zero, torch.zeros(proposals, device=hidden.device)]
     loss, *logged = totals
     ce, l1, matched, right = (v.detach() for v in logged)
-    slots, seen = mask.sum(), mask.sum(0)
+    slots, seen = learnt(labels, mask).sum(), mask.sum(0)
     return BlockLoss(loss, ce, l1, slots, matched, torch.tensor(len(labels), device=hidden.device), right, seen)

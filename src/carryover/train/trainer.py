@@ -19,12 +19,13 @@ from typing import Any, Literal
 from zipfile import BadZipFile, ZipFile
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..config import CarryoverConfig, Recipe, StageConfig, drafter_config
 from ..data.chat import render_prompt
-from ..data.corpus import PackedRows, collate, load_corpus, pack
+from ..data.corpus import PackedRows, collate, frequent_tokens, load_corpus, pack
 from ..data.prompts import load_prompts
 from ..drafter.config import DrafterConfig
 from ..drafter.modeling import Drafter
@@ -32,9 +33,11 @@ from ..errors import InputError
 from ..files import write_text
 from ..formats import check_fits, load_drafter, save_drafter
 from ..formats.files import WEIGHTS, read_json
+from ..rows import context_rows
 from ..target import Target
 from .anchors import Anchors, Batch, labels_at, sample_anchors
-from .losses import BlockLoss, Objective, block_loss
+from .features import FeatureStore
+from .losses import BlockLoss, Objective, block_loss, learnt
 from .optimizer import MuonAdamW, split_parameters
 from .transition import Prefix, draft, read_prefix, second_draft, transition
 
@@ -50,6 +53,7 @@ class DrafterTrainer(Trainer):
     settings: StageConfig
     objective: Objective
     sums: dict[str, Tensor]
+    store: FeatureStore | None
 
     def __init__(self, target: Target, stage: Stage, settings: StageConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -57,7 +61,8 @@ class DrafterTrainer(Trainer):
         loss = settings.loss
         self.objective = Objective(loss.ce, loss.l1, loss.gamma, loss.weighting, loss.dpace_alpha)
         self.model_accepts_loss_kwargs = True  # compute_loss divides by num_items_in_batch itself
-        self.sums = {}
+        self.sums, self.store = {}, None
+        self.draft_head = target.head_of(self.drafter.draft_vocab)
 
     @property
     def drafter(self) -> Drafter:
@@ -75,8 +80,9 @@ class DrafterTrainer(Trainer):
             anchors = sample_anchors(batch, self.settings.anchors, ahead, generator)
             batch["anchor_index"], batch["anchor_valid"] = anchors.column, anchors.valid
             batch["anchor_draw"] = torch.rand(anchors.column.shape, generator=generator)
-            mask = labels_at(batch, anchors, self.drafter.config.num_proposals).mask
-            total += self.objective.normaliser(mask).to(device)
+            labels = labels_at(batch, anchors, self.drafter.config.num_proposals)
+            index = self.drafter.vocabulary_index(labels.tokens.to(device))
+            total += self.objective.normaliser(learnt(index, labels.mask.to(device)))
         if self.args.world_size > 1:
             total = self.accelerator.gather(total).sum()
         return batches, total.clamp(min=1e-6)
@@ -89,7 +95,14 @@ class DrafterTrainer(Trainer):
         batch: Batch = inputs
         anchors = Anchors.at(batch.pop("anchor_index"), batch.pop("anchor_valid"), batch)
         draw = batch.pop("anchor_draw")
-        prefix = read_prefix(self.target, self.drafter, batch, keep_cache=self.stage == "carryover")
+        rows, prefix = batch.pop("row"), None
+        if self.store is not None:
+            kept = self.store.read(rows.cpu(), self.args.device)
+            prefix = kept and Prefix(*kept, context_rows(batch["positions"], batch["document"]), None)
+        if prefix is None:
+            prefix = read_prefix(self.target, self.drafter, batch, keep_cache=self.stage == "carryover")
+            if self.store is not None:
+                self.store.write(rows.cpu(), prefix.hidden, prefix.features)
         if self.stage == "carryover":
             loss = self._carryover_loss(model, batch, prefix, anchors, draw)
         else:
@@ -128,18 +141,16 @@ class DrafterTrainer(Trainer):
             index = labels.column.flatten(1)[..., None].expand(-1, -1, prefix.hidden.shape[-1])
             teacher = prefix.hidden.gather(1, index).view(-1, p, prefix.hidden.shape[-1])
 
-        def head(h: Tensor) -> Tensor:
-            return self.target.head(h.to(self.target.dtype))
-
         result = block_loss(
             drafter.proposing(hidden),
             labels.previous.flatten(0, 1),
-            labels.tokens.flatten(0, 1),
+            drafter.vocabulary_index(labels.tokens).flatten(0, 1),
             labels.mask.flatten(0, 1),
-            lambda rows, previous: drafter.logits(rows, previous, head),
+            lambda rows, previous: drafter.logits(rows, previous, self.draft_head),
             self.objective,
-            head,
+            self.target.head_of(None),
             teacher,
+            drafter.draft_vocab,
         )
         if log:
             self._log_block(result)
@@ -244,9 +255,11 @@ class DecodeCheck(TrainerCallback):
         self.trainer.log({"decode_acceptance": tokens / max(rounds, 1)})
 
 
-def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | None) -> Drafter:
+def start_drafter(
+    recipe: Recipe, stage: Stage, target: Target, start: Path | None, dataset: Dataset | None = None
+) -> Drafter:
     """The drafter a stage begins with: fresh, or the given checkpoint, with the recipe's carry interface for
-    `carryover`."""
+    `carryover`. dataset: what a fresh one's draft vocabulary is counted in, if it has one."""
     if stage == "baseline":
         if start is not None:
             raise InputError(
@@ -255,7 +268,11 @@ def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | No
         config = drafter_config(recipe, target)
         config.carry = "none"
         torch.manual_seed(recipe.seed)
-        return Drafter(config)
+        drafter = Drafter(config)
+        if config.draft_vocab_size:
+            assert dataset is not None
+            drafter.draft_vocab = frequent_tokens(dataset, config.vocab_size, config.draft_vocab_size, target.stop_ids)
+        return drafter
     if start is None:
         raise InputError(f"the {stage} stage needs the checkpoint it starts from; name it with --start.")
     drafter = load_drafter(start, target, dtype=torch.float32)
@@ -392,9 +409,9 @@ def train(
     if checkpoint is not None:
         check_checkpoint(checkpoint)  # damage is named before anything is written
     target = target or Target.load(recipe.target, dtype=recipe.target_dtype)
-    drafter = start_drafter(recipe, stage, target, start)
-    check_fits(drafter.config, target)
     dataset = load_corpus(corpus or recipe.data.corpus, target, recipe.data)
+    drafter = start_drafter(recipe, stage, target, start, dataset)
+    check_fits(drafter.config, target)
     rows = pack(dataset, recipe.data.sequence_length, recipe.seed)
 
     claim(out, run_record(recipe, stage, drafter, rows))
@@ -411,6 +428,9 @@ def train(
         data_collator=collate,
         callbacks=[JsonLog(out / LOG), stop],
     )
+    if settings.keep_features and stage != "carryover":
+        path, width = out / f"features-{trainer.args.process_index}.bin", target.hidden_size
+        trainer.store = FeatureStore(path, rows.lengths(), width, len(drafter.config.layer_ids) * width, target.dtype)
     if settings.eval_steps and settings.eval_prompts:
         tokenizer = target.tokenizer
         assert tokenizer is not None
@@ -425,6 +445,8 @@ def train(
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stop.asked:
         raise KeyboardInterrupt
+    for path in out.glob("features-*"):
+        path.unlink(missing_ok=True)
     if trainer.is_world_process_zero():
         save_drafter(trainer.drafter, out)
     return out

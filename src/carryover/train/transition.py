@@ -133,8 +133,9 @@ def transition(
     b, n = anchors.column.shape
     hidden = draft(drafter, target, batch, prefix, anchors)
     anchor_tokens = batch["input_ids"].gather(1, anchors.column)
-    head = lambda h: target.head(h.to(target.dtype))  # noqa: E731
-    proposals = drafter.propose(hidden, anchor_tokens.flatten(), head, lambda logits: logits.argmax(-1)).tokens
+    greedy_choice = lambda logits: drafter.token_ids(logits.argmax(-1))  # noqa: E731
+    head = target.head_of(drafter.draft_vocab)
+    proposals = drafter.propose(hidden, anchor_tokens.flatten(), head, greedy_choice).tokens
     proposals = proposals.view(b, n, -1)
 
     features, greedy = verify(drafter, target, prefix, anchors, proposals, compare or acceptance == "target_guarded")
