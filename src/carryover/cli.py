@@ -436,17 +436,30 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="IN", help="Drafter folder or hub id, in any known format.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
     to: Annotated[Format, typer.Option("--to", help="Format to write.")],
-    target: Annotated[str | None, typer.Option(help="Needed by deepspec, which stores its embedding.")] = None,
+    target: Annotated[str | None, typer.Option(help="Needed by deepspec and --draft-vocab.")] = None,
+    draft_vocab: Annotated[
+        int | None, typer.Option(min=1, help="Propose only so many tokens, the most frequent of --corpus.")
+    ] = None,
+    corpus: Annotated[list[str] | None, typer.Option(help="Recorded responses; repeatable.")] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Rewrite a drafter checkpoint in another format."""
+    """Rewrite a drafter checkpoint in another format, or with a smaller draft vocabulary."""
+    from .data.corpus import frequent_tokens, load_corpus
     from .formats import load_drafter, save_drafter
 
     _quiet()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already and nothing is overwritten; name a new folder.")
     loaded = _target(target) if target else None
-    save_drafter(load_drafter(source, loaded), out, to, loaded)
+    drafter = load_drafter(source, loaded)
+    if draft_vocab is not None:
+        if loaded is None or not corpus:
+            raise InputError("--draft-vocab counts tokens, so it needs --target and --corpus (recorded responses).")
+        if draft_vocab > loaded.vocab_size:
+            raise InputError(f"--draft-vocab {draft_vocab} is more than the target's {loaded.vocab_size} tokens.")
+        dataset = load_corpus(corpus, loaded, quiet=True)
+        drafter = drafter.restricted(frequent_tokens(dataset, loaded.vocab_size, draft_vocab, loaded.stop_ids))
+    save_drafter(drafter, out, to, loaded)
     typer.echo(f"{out} holds the drafter in the {to} format")
 
 

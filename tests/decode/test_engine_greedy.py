@@ -54,6 +54,18 @@ def test_plain_decoding_is_transformers_greedy(family):
     assert check_trace(generation, 0) == 0
 
 
+@pytest.mark.parametrize("head", ["dflash", "vanilla", "rnn"])
+def test_a_reduced_draft_vocabulary_changes_proposals_only(head):
+    target = small("llama")
+    drafter = make_drafter(target, carry="embedding", slots="next_token", draft_vocab_size=5, **HEADS[head])
+    drafter.draft_vocab = torch.tensor([0, 1, 3, 6, 7])
+    generation = Engine(target, drafter).generate(PROMPT, NEW)
+    assert generation.tokens == continuation("llama")[:NEW]
+    proposed = {token for r in generation.rounds for token in r.proposals}
+    assert proposed <= {0, 1, 3, 6, 7} and not set(generation.tokens) <= proposed
+    assert sum(r.accepted for r in generation.rounds) > 0
+
+
 COMBINATIONS = [
     (head, slots, list(CARRIES)[(2 * i + j) % len(CARRIES)], list(LAYERS)[(i + j) % len(LAYERS)])
     for i, head in enumerate(HEADS)

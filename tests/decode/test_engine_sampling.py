@@ -44,10 +44,18 @@ def p_value(counts, expected):
         ("probabilistic", "vanilla", "embedding", "next_token", Sampling(0.8, top_p=0.9)),
         ("probabilistic", "dflash", "none", "fill_in", Sampling(1.2, min_p=0.1)),
         ("greedy", "rnn", "projector", "next_token", Sampling(1.0)),
+        ("probabilistic", "vanilla few", "plain", "next_token", Sampling(0.9, top_k=4)),
+        ("greedy", "dflash few", "embedding", "fill_in", Sampling(1.0)),
+        ("probabilistic", "dflash few", "embedding", "fill_in", Sampling(1.1, min_p=0.05)),
     ],
 )
 def test_two_tokens_have_the_exact_joint_distribution(target, draft_sampling, head, carry, slots, sampling):
-    drafter = make_drafter(target, 1, num_hidden_layers=1, block_size=3, slots=slots, **HEADS[head], **CARRIES[carry])
+    """`few`: a draft vocabulary of four of the six tokens."""
+    kind, few = head.split()[0], {"draft_vocab_size": 4} if "few" in head else {}
+    shape = {"num_hidden_layers": 1, "block_size": 3, "slots": slots, **HEADS[kind], **few}
+    drafter = make_drafter(target, 1, **shape, **CARRIES[carry])
+    if few:
+        drafter.draft_vocab = torch.tensor([0, 2, 3, 5])
     engine = Engine(target, drafter, sampling, draft_sampling)
     counts, accepted, carried = torch.zeros(VOCAB, VOCAB, dtype=torch.float64), [], 0
     for seed in range(RUNS):

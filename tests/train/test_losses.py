@@ -64,6 +64,43 @@ def slow(x: dict[str, torch.Tensor], objective: Objective) -> tuple[float, int]:
     return total, matched
 
 
+@pytest.mark.parametrize("objective", [Objective(), Objective(0.1, 0.9, 4.0), Objective(0.5, 0.5, weighting="dpace")])
+def test_nothing_is_learnt_from_a_label_that_cannot_be_proposed_on(objective: Objective) -> None:
+    """As if the supervision ended there; the target's share of what cannot be proposed counts as distance."""
+    x, kept = problem(), torch.tensor([0, 2, 3, 5, 6, 7, 8, 9])
+    index = torch.searchsorted(kept, x["labels"]).clamp(max=len(kept) - 1)
+    index = torch.where(kept[index] == x["labels"], index, -1)
+    assert bool((index[x["mask"]] == -1).any()) and bool((index[x["mask"]] >= 0).any())
+    head = x["head"]
+    result = block_loss(
+        x["hidden"], x["previous"], index, x["mask"], lambda h, y: (h @ head.T + x["bias"][y])[..., kept], objective,
+        lambda h: h @ head.T, x["teacher"], kept,
+    )  # fmt: skip
+    cut = x["mask"] & (index >= 0).cumprod(-1).bool()
+    expected = 0.0
+    for t in range(T):
+        slots = [i for i in range(P) if cut[t, i]]
+        ce = {}
+        for i in slots:
+            q = torch.softmax((head @ x["hidden"][t, i].detach() + x["bias"][x["previous"][t, i]])[kept], 0)
+            p = torch.softmax(head @ x["teacher"][t, i], 0)
+            whole = torch.zeros(V).index_copy(0, kept, q)
+            ce[i] = (-math.log(q[index[t, i]]), float((whole - p).abs().sum()))
+        for i in slots:
+            weight = math.exp(-i / objective.gamma)
+            if objective.weighting == "dpace":
+                a, weight, reach = objective.dpace_alpha, 0.0, 1.0
+                for m in slots:
+                    reach *= (1 - a) * math.exp(-ce[m][0]) + a
+                    weight += reach if m >= i else 0.0
+            expected += weight * (objective.ce * ce[i][0] + objective.l1 * ce[i][1])
+    assert float(result.loss) == pytest.approx(expected, rel=1e-5)
+    assert int(result.slots) == int(cut.sum()) == int(losses.learnt(index, x["mask"]).sum())
+    assert result.seen.tolist() == x["mask"].sum(0).tolist()  # acceptance is measured on all of them
+    result.loss.backward()
+    assert torch.equal(x["hidden"].grad.abs().sum(-1) > 0, cut)
+
+
 @pytest.mark.parametrize(
     "objective",
     [

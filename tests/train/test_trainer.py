@@ -13,9 +13,11 @@ import yaml
 from tiny import tiny_target
 
 from carryover.config import Recipe
+from carryover.data.corpus import load_corpus, pack
 from carryover.decode.engine import Engine
 from carryover.drafter.modeling import Drafter
 from carryover.errors import InputError
+from carryover.formats import load_drafter
 from carryover.target import Target
 from carryover.train.trainer import last_checkpoint, train, with_carry
 
@@ -78,6 +80,63 @@ def test_loss_falls_and_every_stage_starts_from_its_checkpoint(target: Target, c
     assert "carry.embedding" not in weights(continued)
     assert 0 <= log(carried, "rules_differ")[0] <= 1
     assert all(a >= 1 for a in log(carried, "first_draft_acceptance"))
+
+
+@pytest.mark.parametrize("algorithm", ["dflash", "markov"])
+def test_a_reduced_vocabulary_is_trained_and_kept_by_every_stage(
+    algorithm: str, target: Target, corpus: Path, tmp_path: Path
+) -> None:
+    r = recipe(corpus, tmp_path, algorithm, steps=30)
+    r = Recipe.model_validate({**r.model_dump(), "drafter": {**r.drafter.model_dump(), "draft_vocab_size": 12}})
+    base = train(r, "baseline", tmp_path / "base", target=target, progress=False)
+    kept = weights(base)["draft_vocab"]
+    counts = torch.zeros(40, dtype=torch.long)
+    for line in corpus.read_text().splitlines():
+        for token in json.loads(line)["response_ids"]:
+            counts[token] += 1
+    assert len(kept) == 12 and set(target.stop_ids) <= set(kept.tolist())
+    others = [i for i in kept.tolist() if i not in target.stop_ids]
+    assert min(counts[others]) >= max(c for i, c in enumerate(counts.tolist()) if i not in kept)
+    assert log(base, "cross_entropy")[-1] < 0.9 * log(base, "cross_entropy")[0]
+    for stage in ("continued", "carryover"):
+        out = train(r, stage, tmp_path / stage, start=base, target=target, progress=False)
+        assert torch.equal(weights(out)["draft_vocab"], kept)
+    ids = json.loads(corpus.read_text().splitlines()[0])["prompt_ids"]
+    drafted = Engine(target, load_drafter(tmp_path / "carryover", target)).generate(ids, 12)
+    assert drafted.tokens == Engine(target).generate(ids, 12).tokens
+    assert {t for x in drafted.rounds for t in x.proposals} <= set(kept.tolist())
+
+
+@pytest.mark.parametrize("stage", ["baseline", "continued", "carryover"])
+def test_kept_features_change_nothing(
+    stage: Any, target: Target, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over two epochs, interrupted in the first; the target reads each row once, and for carryover every time. Rows one
+    at a time: beside others, padding rounds differently."""
+    short = recipe(corpus, tmp_path, steps=2)
+    start = None if stage == "baseline" else train(short, "baseline", tmp_path / "b", target=target, progress=False)
+    plain = recipe(corpus, tmp_path, "dflash", steps=20, batch_size=1)
+    kept = recipe(corpus, tmp_path, "dflash", steps=20, batch_size=1, keep_features=True)
+    whole = train(plain, stage, tmp_path / "whole", start=start, target=target, progress=False)
+    calls, forward = [], target.forward
+
+    def counted(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tokens.shape[0])
+        if len(calls) == 7 and stage != "carryover":
+            raise KeyboardInterrupt  # as if killed: nothing of this row is stored
+        return forward(tokens, *args, **kwargs)
+
+    monkeypatch.setattr(target, "forward", counted)
+    out = tmp_path / "kept"
+    try:
+        train(kept, stage, out, start=start, target=target, progress=False)
+    except KeyboardInterrupt:
+        train(kept, stage, out, start=start, resume=True, target=target, progress=False)
+    assert equal(weights(whole), weights(out))
+    rows = len(pack(load_corpus(corpus, target, kept.data, quiet=True), 64, kept.seed))
+    if stage != "carryover":
+        assert len(calls) == rows + 1 < 20  # the interrupted one again
+    assert not list(out.glob("features-*"))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

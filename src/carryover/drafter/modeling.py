@@ -151,6 +151,20 @@ class Drafter(PreTrainedModel):
         """Indices `[...]` into the draft vocabulary to token ids of the target."""
         return index if self.draft_vocab is None else self.draft_vocab[index]
 
+    def restricted(self, vocabulary: Tensor) -> Drafter:
+        """The same drafter proposing only these tokens (ids, ascending): the LM head is read for them alone.
+
+        Raises InputError where one of them is not in the draft vocabulary there is.
+        """
+        index = self.vocabulary_index(vocabulary)
+        if (index < 0).any():
+            raise InputError("the new draft vocabulary holds tokens that the drafter cannot propose.")
+        config = DrafterConfig.from_dict({**self.config.to_dict(), "draft_vocab_size": len(vocabulary)})
+        weights = {**self.state_dict(), "draft_vocab": vocabulary}
+        if config.markov_rank:
+            weights["markov_head.markov_w2.weight"] = weights["markov_head.markov_w2.weight"][index]
+        return Drafter.from_tensors(config, weights)
+
     def vocabulary_index(self, tokens: Tensor) -> Tensor:
         """Token ids `[...]` to indices into the draft vocabulary, -1 for a token that is not in it."""
         if self.draft_vocab is None:

@@ -2,7 +2,7 @@
 
 Only for drafts without carry: draft-verify-draft asks the target about new branches in every step. A token takes
 `(M + 1) * D` numbers of the target's dtype, 7 KB for SmolLM2 with five captured layers and 31 KB for Qwen3-4B, so this
-is for small targets or small corpora (SPEC 9.10). The values are exactly those of the forward.
+is for small targets or small corpora (SPEC 9.10). The values are those of the forward that first met the row.
 
 Letters: `b` packed rows, `S` tokens, `M` captured layers, `D` target hidden size.
 """
