@@ -159,6 +159,22 @@ def test_convert_there_and_back(files: Files, tmp_path: Path) -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
 
 
+def test_convert_to_fewer_tokens(files: Files, tmp_path: Path) -> None:
+    corpus = tmp_path / "recorded.jsonl"
+    responses = [[9, 9, 12, 2], [9, 12, 30, 2]]
+    corpus.write_text("".join(json.dumps({"prompt_ids": [7, 8], "response_ids": r}) + "\n" for r in responses))
+    command = ["convert", files.carry, tmp_path / "few", "--to", "carryover", "--draft-vocab", 3]
+    assert "needs --target and --corpus" in call(*command, code=2)
+    assert "more than the target's 96" in call(*command[:-1], 97, "--target", files.target, "--corpus", corpus, code=2)
+    call(*command, "--target", files.target, "--corpus", corpus)
+    kept = load_drafter(tmp_path / "few").draft_vocab
+    assert kept is not None and kept.tolist() == [2, 9, 12]  # the end token and the two most frequent ones
+    answer = ("generate", "--target", files.target, "--prompt", "w9 w10", "--max-new-tokens", 12, "--json")
+    assert (
+        json.loads(call(*answer, "--drafter", tmp_path / "few"))["token_ids"] == json.loads(call(*answer))["token_ids"]
+    )
+
+
 def test_parity(tmp_path: Path) -> None:
     cases = sorted(path.parent for path in GOLDEN.glob("*/case.json"))[:1]
     assert cases

@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 
 from .config import Recipe, Stage, StageConfig
-from .data.prompts import load_prompts
+from .data.prompts import Prompt, load_prompts
 from .data.record import record
 from .decode.sampling import Sampling
 from .errors import InputError
@@ -48,6 +48,8 @@ def run(recipe: Recipe, out: Path, console: Console | None = None, target: Targe
     Raises InputError when `out` belongs to another recipe or the recipe does not say what to evaluate.
     """
     console = console or Console()
+    plan(recipe)
+    held_out(recipe)  # what is missing at the end is better known at the beginning
     claim(out, recipe)
     target = target or Target.load(recipe.target, recipe.target_dtype)
     for number, step in enumerate(steps(recipe, out, target), 1):
@@ -127,6 +129,11 @@ def stage(
     return out
 
 
+def held_out(recipe: Recipe) -> list[Prompt]:
+    e = recipe.evaluate
+    return load_prompts(e.prompts, e.tasks, e.limit, recipe.seed)
+
+
 def decode(recipe: Recipe, out: Path, target: Target, temperature: float) -> None:
     """Evaluates the three drafters at one temperature; the target's dtype is theirs as well."""
     e = recipe.evaluate
@@ -135,7 +142,7 @@ def decode(recipe: Recipe, out: Path, target: Target, temperature: float) -> Non
         e.max_new_tokens, Sampling(temperature), e.draft_sampling, recipe.seed, e.carry_off, e.batch_size,
         template=recipe.data.template,
     )  # fmt: skip
-    evaluate(target, drafters, load_prompts(e.prompts, e.tasks, e.limit, recipe.seed), out / f"t{temperature:g}", how)
+    evaluate(target, drafters, held_out(recipe), out / f"t{temperature:g}", how)
 
 
 @contextmanager

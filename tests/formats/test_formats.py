@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from drafters import config, random_drafter
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import tiny_target
 from transformers import Qwen3Config
 
@@ -42,16 +42,19 @@ DRAFTERS = {
     "plain": {"carry": "plain", "slots": "next_token"},
     "fc_copy": {"carry": "projector", "slots": "next_token"},
     "bottleneck": {"carry": "projector", "carry_projector": "bottleneck"},
+    "few tokens": {"draft_vocab_size": 11, "slots": "next_token"},
+    "few tokens vanilla": {"draft_vocab_size": 11, "carry": "embedding", **MARKOV},
 }
 HEADS = {"vanilla", "vanilla fill_in", "gated", "rnn", "confidence", "confidence without markov", "embedding post"}
+FEW = {"few tokens", "few tokens vanilla"}
 FILLS = {"dflash", "vanilla fill_in", "biased yarn", "embedding", "bottleneck"}
 KERNEL = {"sliding", "sliding causal", "all sliding causal"}
 FROM_ANCHOR = {"from anchor", "from anchor causal"}
 CANNOT = {
     "carryover": set(),
-    "zlab": HEADS | FROM_ANCHOR,
+    "zlab": HEADS | FROM_ANCHOR | FEW,
     "speculators": KERNEL,
-    "deepspec": FILLS | KERNEL | FROM_ANCHOR,
+    "deepspec": FILLS | KERNEL | FROM_ANCHOR | FEW,
 }
 IDENTITY = {"target_name": "some/target", "target_fingerprint": "0123456789abcdef"}
 
@@ -77,6 +80,8 @@ def used(c: DrafterConfig) -> dict:
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_round_trip_or_refusal(kind, form, tmp_path, target):
     drafter = random_drafter(**DRAFTERS[kind])
+    if drafter.draft_vocab is not None:
+        drafter = drafter.restricted(drafter.draft_vocab[::2])
     drafter.config.target_name, drafter.config.target_fingerprint = target.name, target.fingerprint()
     if kind in CANNOT[form]:
         with pytest.raises(InputError, match=r"convert to|cannot express|cannot be one"):
@@ -323,8 +328,42 @@ def test_deepspec_export_holds_the_targets_embedding_and_head(tmp_path, target):
     with pytest.raises(InputError, match="name the target too"):
         save_drafter(drafter, tmp_path / "e", "deepspec")
     gemma = tiny_target("gemma3_text")
-    with pytest.raises(InputError, match="another drafter for targets like"):
+    with pytest.raises(InputError, match="capped head of targets like"):
         save_drafter(drafter, tmp_path / "e", "deepspec", gemma)
+
+
+def test_speculators_checkpoints_of_few_tokens_hold_the_maps_and_the_heads_rows(tmp_path, target):
+    kept = torch.tensor([2, 7, 50, 95])
+    drafter = random_drafter(slots="next_token", **{"markov_rank": 6}).restricted(kept)
+    save_drafter(drafter, tmp_path / "d", "speculators", target)
+    tensors = load_file(tmp_path / "d" / "model.safetensors")
+    assert tensors["d2t"].tolist() == [2, 6, 48, 92]  # target id minus draft id
+    assert tensors["t2d"].dtype == torch.bool and tensors["t2d"].nonzero().flatten().tolist() == kept.tolist()
+    assert torch.equal(tensors["lm_head.weight"], target.model.get_output_embeddings().weight[kept])
+    assert json.loads((tmp_path / "d" / "config.json").read_text())["draft_vocab_size"] == 4
+    with pytest.raises(InputError, match="name the target too"):
+        save_drafter(drafter, tmp_path / "e", "speculators")
+    with pytest.raises(InputError, match="LM head stored with the drafter is not that of"):
+        load_drafter(tmp_path / "d", tiny_target("llama", seed=5))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"d2t": None}, "needs a tensor d2t"),
+        ({"d2t": torch.zeros(3, dtype=torch.int64)}, "needs a tensor d2t"),
+        ({"d2t": torch.tensor([2, 6, 48, 91])}, "name different tokens"),
+        ({"t2d": torch.zeros(96, dtype=torch.bool)}, "name different tokens"),
+        ({"d2t": torch.tensor([2, 0, 48, 92]), "t2d": None}, "ascending token ids"),
+    ],
+)
+def test_a_damaged_vocabulary_map_is_named(change, words, tmp_path, target):
+    drafter = random_drafter(slots="next_token").restricted(torch.tensor([2, 7, 50, 95]))
+    save_drafter(drafter, tmp_path / "d", "speculators", target)
+    tensors = {**load_file(tmp_path / "d" / "model.safetensors"), **change}
+    save_file({n: t for n, t in tensors.items() if t is not None}, tmp_path / "d" / "model.safetensors")
+    with pytest.raises(InputError, match=words):
+        load_drafter(tmp_path / "d")
 
 
 def test_exports_never_mix_with_other_files(tmp_path, target):

@@ -169,7 +169,7 @@ class Drafter(PreTrainedModel):
         """Token ids `[...]` to indices into the draft vocabulary, -1 for a token that is not in it."""
         if self.draft_vocab is None:
             return tokens
-        index = torch.searchsorted(self.draft_vocab, tokens).clamp(max=len(self.draft_vocab) - 1)
+        index = torch.searchsorted(self.draft_vocab, tokens.contiguous()).clamp(max=len(self.draft_vocab) - 1)
         return torch.where(self.draft_vocab[index] == tokens, index, -1)
 
     def proposing(self, hidden: Tensor) -> Tensor:

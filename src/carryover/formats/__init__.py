@@ -81,8 +81,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         return Checkpoint(form, config.checked(), tensors, None, None)
     carry = sidecar.read(folder, config)
     embed, head = tensors.pop(EMBED, None), tensors.pop(HEAD, None)
-    if "d2t" in tensors or "t2d" in tensors:
-        raise InputError(f"the drafter in {folder} has a reduced vocabulary (d2t, t2d), which is not supported.")
+    if form == "speculators":
+        speculators.read_vocabulary(tensors, config)
+    elif "d2t" in tensors or "t2d" in tensors:
+        raise InputError(f"the drafter in {folder} has d2t or t2d, which only speculators checkpoints have.")
     return Checkpoint(form, config.checked(), {**tensors, **carry}, embed, head)
 
 
@@ -145,10 +147,13 @@ def _check_embedding(checkpoint: Checkpoint, target: Target) -> None:
             "not say whether the drafter was trained on scaled rows; only drafters trained here can be used with it."
         )
     for name, stored, module in (("embedding", checkpoint.embed, embedding), ("LM head", checkpoint.head, head)):
-        if stored is None or stored.shape != module.weight.shape:
+        vocabulary = checkpoint.tensors.get("draft_vocab") if stored is checkpoint.head else None
+        size = len(module.weight) if vocabulary is None else len(vocabulary)
+        if stored is None or stored.shape != (size, module.weight.shape[1]):
             continue  # another shape is another vocabulary or width, which check_fits names
-        rows = torch.linspace(0, len(stored) - 1, min(SAMPLED_ROWS, len(stored))).long()
-        own = module.weight[rows.to(module.weight.device)].to("cpu", torch.bfloat16)
+        rows = torch.linspace(0, size - 1, min(SAMPLED_ROWS, size)).long()
+        tokens = rows if vocabulary is None else vocabulary[rows].clamp(0, len(module.weight) - 1)
+        own = module.weight[tokens.to(module.weight.device)].to("cpu", torch.bfloat16)
         if not torch.equal(stored[rows].bfloat16(), own):
             raise InputError(
                 f"the {name} stored with the drafter is not that of {target.name!r}; it was trained for another."
@@ -157,7 +162,8 @@ def _check_embedding(checkpoint: Checkpoint, target: Target) -> None:
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 def save_drafter(drafter: Drafter, path: str | Path, format: str = "carryover", target: Target | None = None) -> None:
-    """Writes the drafter. target: needed by `deepspec`, whose checkpoints hold the embedding and the LM head.
+    """Writes the drafter. target: needed by `deepspec`, whose checkpoints hold the embedding and the LM head, and by
+    `speculators` for a reduced draft vocabulary, with which they hold the head's rows.
 
     A published format is refused, InputError, when it cannot say what this drafter computes, or when `path` holds files
     that would mix with it.
@@ -176,6 +182,10 @@ def save_drafter(drafter: Drafter, path: str | Path, format: str = "carryover", 
     carry = {name: tensors.pop(name) for name in list(tensors) if name.startswith(sidecar.PREFIX)}
     if format == "deepspec":
         tensors |= _target_copies(target, drafter)
+    if format == "speculators" and drafter.draft_vocab is not None:
+        head = _target_copies(target, drafter)[HEAD]
+        speculators.write_vocabulary(tensors, drafter.config)
+        tensors[HEAD] = head[drafter.draft_vocab.cpu()].clone()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         write_json(folder / "config.json", raw)
@@ -203,11 +213,12 @@ def _check_expressed(config: DrafterConfig, again: DrafterConfig, form: str) -> 
 
 def _target_copies(target: Target | None, drafter: Drafter) -> dict[str, Tensor]:
     if target is None:
-        raise InputError("a deepspec checkpoint holds the target's embedding and LM head; name the target too.")
+        raise InputError("this format holds copies of the target's LM head or embedding; name the target too.")
     check_fits(drafter.config, target)
     embedding, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
     if getattr(embedding, "scalar_embed_scale", 1.0) != 1.0 or getattr(target.config, "final_logit_softcapping", None):
         raise InputError(
-            f"DeepSpec has another drafter for targets like {target.name!r}; convert to speculators or zlab."
+            f"copies of the scaled embedding or capped head of targets like {target.name!r} cannot be written in this "
+            "format; convert to another."
         )
     return {EMBED: embedding.weight.to("cpu", drafter.dtype), HEAD: head.weight.to("cpu", drafter.dtype).clone()}

@@ -2,13 +2,16 @@
 
 The backbone is nested in `transformer_layer_config`; layer ids count `hidden_states`, one more than here. Sliding
 windows count back from the anchor. The number of target layers is not stored, so only `check_fits` can test the layer
-ids.
+ids. A reduced draft vocabulary is two tensors, `d2t` (target id minus draft id, of each draft token) and `t2d` (which
+target tokens are in it), and a copy of the LM head's rows.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from ..drafter.config import DrafterConfig
@@ -38,8 +41,7 @@ def read_config(raw: dict[str, Any]) -> DrafterConfig:
             f"the speculators config holds the key {key!r}, which is not understood and may change the drafter."
         )
     backbone = read_backbone(raw["transformer_layer_config"])
-    if raw.get("draft_vocab_size", backbone["vocab_size"]) != backbone["vocab_size"]:
-        raise InputError(f"drafters with a reduced vocabulary ({raw['draft_vocab_size']} tokens) are not supported.")
+    draft_vocab_size = raw.get("draft_vocab_size") or backbone["vocab_size"]
     if kind == "dspark" and raw.get("sample_from_anchor") is None:
         raise InputError(
             "the speculators config lacks 'sample_from_anchor', and a dspark drafter read in the wrong slot convention "
@@ -55,6 +57,7 @@ def read_config(raw: dict[str, Any]) -> DrafterConfig:
         target_name=_verifier(raw) or "",
         block_size=raw["block_size"],
         mask_token_id=raw["mask_token_id"],
+        draft_vocab_size=draft_vocab_size if draft_vocab_size != backbone["vocab_size"] else 0,
         slots="next_token" if raw.get("sample_from_anchor") else "fill_in",
         # a dspark key left out has the value 256, vanilla or true there (SPEC 4.2); the tensors must agree in any case
         markov_rank=raw.get("markov_rank", 256) if dspark else 0,
@@ -90,7 +93,7 @@ def write_config(config: DrafterConfig) -> dict[str, Any]:
         "transformer_layer_config": write_backbone(config),
         "aux_hidden_state_layer_ids": config.layer_ids.to_hidden_states(),
         "target_hidden_size": None if same_width else config.target_hidden_size,
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "mask_token_id": config.mask_token_id,
         "block_size": config.block_size,
         "sample_from_anchor": config.slots == "next_token",
@@ -98,6 +101,31 @@ def write_config(config: DrafterConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         **(heads if dspark else {}),
     }
+
+
+def read_vocabulary(tensors: dict[str, Tensor], config: DrafterConfig) -> None:
+    """Replaces `d2t` and `t2d` by `draft_vocab`. Raises InputError when they are missing, not needed or disagree."""
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if not config.draft_vocab_size:
+        if d2t is not None or t2d is not None:
+            raise InputError("the drafter holds d2t or t2d, but its draft_vocab_size is the whole vocabulary.")
+        return
+    if d2t is None or d2t.shape != (config.draft_vocab_size,) or d2t.is_floating_point():
+        raise InputError(
+            f"the drafter's draft vocabulary of {config.draft_vocab_size} tokens needs a tensor d2t of that size."
+        )
+    vocabulary = torch.arange(len(d2t)) + d2t.long()
+    if t2d is not None and t2d.nonzero().flatten().tolist() != vocabulary.tolist():
+        raise InputError("the drafter's d2t and t2d name different tokens; the checkpoint is damaged.")
+    tensors["draft_vocab"] = vocabulary
+
+
+def write_vocabulary(tensors: dict[str, Tensor], config: DrafterConfig) -> None:
+    """The reverse: `draft_vocab` becomes `d2t` and `t2d`."""
+    vocabulary = tensors.pop("draft_vocab", None)
+    if vocabulary is not None:
+        tensors["d2t"] = vocabulary - torch.arange(len(vocabulary))
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, vocabulary, True)
 
 
 def _verifier(raw: dict[str, Any]) -> str | None:

@@ -1,0 +1,89 @@
+"""A recipe from start to end on a tiny target: every step once, resumable, and only for one recipe a folder."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tiny import tiny_target
+
+from carryover import run as module
+from carryover.config import Recipe
+from carryover.errors import InputError
+from carryover.run import plan, run
+from carryover.target import Target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target("llama", vocab=40, layers=6)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"p{i}", "task": ("qa", "rag")[i % 2], "prompt": f"w{i + 7} w{2 * i + 9}"} for i in range(8)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "target": "tiny",
+        "drafter": {"algorithm": "markov", "layers": 1, "block_size": 4, "captured": 2, "mask_token_id": 5,
+                    "markov": {"rank": 4}},
+        "data": {"max_length": 64},
+        "record": {"prompts": str(prompts), "limit": 4, "max_new_tokens": 12},
+        "train": {"steps": 2, "anchors": 4, "baseline": {"steps": 3}},
+        "evaluate": {"prompts": str(prompts), "limit": 4, "max_new_tokens": 8, "temperatures": [0, 0.7],
+                     "batch_size": 3},
+    }  # fmt: skip
+
+
+def test_a_recipe_runs_once(settings: dict[str, Any], target: Target, tmp_path: Path, monkeypatch: Any) -> None:
+    recipe, out, shown = Recipe.model_validate(settings), tmp_path / "out", io.StringIO()
+    page = run(recipe, out, Console(file=shown), target)
+    assert page == out / "report.html" and page.exists()
+    assert len((out / "recorded.jsonl").read_text().splitlines()) == 4
+    names = ["autoregressive", "baseline", "continued", "carryover (carry off)", "carryover"]
+    for temperature in ("0", "0.7"):
+        results = json.loads((out / f"t{temperature}" / "results.json").read_text())
+        assert [r["name"] for r in results["runs"]] == names and results["batch_size"] == 3
+        assert results["temperature"] == float(temperature)
+    assert all(f"{i + 1}. {title}" in " ".join(shown.getvalue().split()) for i, title in enumerate(plan(recipe)))
+
+    def must_not(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(module, "train", must_not)
+    trace = (out / "t0" / "trace.jsonl").read_text()
+    run(recipe, out, Console(file=io.StringIO()), target)
+    assert (out / "t0" / "trace.jsonl").read_text() == trace
+    other = Recipe.model_validate({**settings, "seed": 1})
+    with pytest.raises(InputError, match=r"another recipe \(seed\)"):
+        run(other, out, Console(file=io.StringIO()), target)
+
+
+def test_a_given_corpus_is_not_recorded(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    first = Recipe.model_validate(settings)
+    run(first, tmp_path / "a", Console(file=io.StringIO()), target)
+    given = Recipe.model_validate(
+        {**settings, "data": {**settings["data"], "corpus": str(tmp_path / "a" / "recorded.jsonl")}}
+    )
+    assert len(plan(given)) == len(plan(first)) - 1
+    run(given, tmp_path / "b", Console(file=io.StringIO()), target)
+    assert not (tmp_path / "b" / "recorded.jsonl").exists()
+    runs = [json.loads((tmp_path / d / "t0" / "results.json").read_text())["runs"] for d in "ab"]
+    assert [r["overall"]["acceptance_length"] for r in runs[0]] == [r["overall"]["acceptance_length"] for r in runs[1]]
+
+
+def test_what_cannot_be_run_is_said_before_anything_is_done(settings: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"evaluate\.prompts is empty"):
+        plan(Recipe.model_validate({**settings, "evaluate": {}}))
+    missing = {**settings, "evaluate": {"prompts": str(tmp_path / "missing.jsonl")}}
+    with pytest.raises(InputError, match=r"missing\.jsonl"):  # not after hours of training
+        run(Recipe.model_validate(missing), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is a file"):
+        run(Recipe.model_validate(settings), tmp_path / "file")
