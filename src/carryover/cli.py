@@ -270,6 +270,46 @@ def evaluate(
 
 
 @app.command()
+def diagnose(
+    target: TargetOption,
+    drafter: Annotated[str, typer.Option(help="A drafter with carry: folder or hub id.")],
+    baseline: Annotated[str, typer.Option(help="Without carry, of the same block: the start, or `continued`.")],
+    prompts: PromptsOption,
+    out: Annotated[Path, typer.Option(help="Folder for diagnostics.json; a killed run goes on from it.")],
+    task: TaskOption = None,
+    limit: LimitOption = None,
+    max_new_tokens: MaxNewTokensOption = 256,
+    seed: SeedOption = 0,
+    template: TemplateOption = "{}",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Say why carry helps: recall with carry, without and of a baseline at the same states, and more. Resumable."""
+    from rich.console import Console
+
+    from .data.prompts import load_prompts
+    from .evaluate.diagnose import FILE
+    from .evaluate.diagnose import diagnose as run_diagnosis
+    from .evaluate.run import Plan
+    from .report.tables import diagnostics_tables, to_rich
+
+    _quiet()
+    plan = Plan(max_new_tokens, seed=seed, template=_template(template))
+    asked = load_prompts(prompts, task, limit, seed)
+    loaded = _target(target, dtype, device)
+    pair = [(os.path.normpath(path), _drafter(path, loaded)) for path in (drafter, baseline)]
+    result = run_diagnosis(loaded, pair[0], pair[1], asked, out, plan, progress=not as_json)
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+        return
+    Console().print(*(to_rich(table, title) for title, table in diagnostics_tables(result).items()), sep="\n")
+    typer.echo(f"diagnostics: {out / FILE}")
+
+
+@app.command()
 def generate(
     target: TargetOption,
     prompt: Annotated[list[str], typer.Option(help="The user's message; repeat it for several turns.")],

@@ -289,7 +289,7 @@ class Engine:
         began = self._clock()
         proposals, q = self.draft(batch)
         drafted = self._clock()
-        verdicts = self._verify_and_commit(batch, proposals, q)
+        verdicts, _ = self.commit(batch, proposals, q)
         verified = self._clock()
         for request in batch.requests:
             request.generation.seconds += share * (time.perf_counter() - started)
@@ -351,8 +351,14 @@ class Engine:
             return None
         return History([r.ids for r in requests], [r.processors for r in requests], self.target.device)
 
-    def _verify_and_commit(self, batch: Batch, proposals: Tensor, q: Tensor | None) -> list[tuple[list[int], int, int]]:
-        """One target forward; per request the proposals, n, and the correction or bonus. Waits for the device, once."""
+    @torch.no_grad()
+    def commit(
+        self, batch: Batch, proposals: Tensor, q: Tensor | None = None
+    ) -> tuple[list[tuple[list[int], int, int]], Tensor]:
+        """Verifies proposals `[b, P]`, whoever drafted them, in one target forward. Waits for the device, once.
+
+        Returns per request the proposals, n, and the correction or bonus; and the target's logits `[b, P+1, V]`.
+        """
         requests = batch.requests
         tokens = torch.cat((batch.tokens[: len(requests), None], proposals), dim=1)
         out = self.target.verify(tokens, batch.cache, batch.anchors, self.layer_ids)
@@ -373,7 +379,7 @@ class Engine:
             verdicts.append((proposed, accepted, token))
             request.base, request.anchor = request.anchor, request.anchor + accepted + 1
             request.carried = self.proposals - accepted if self.carries else 0
-        return verdicts
+        return verdicts, logits
 
     def _clock(self) -> float:
         """Seconds, after everything queued on the device is done; 0 when rounds are not timed."""

@@ -90,9 +90,13 @@ class Attention(nn.Module):
         _, keys = apply_rotary_pos_emb(keys, keys, *rope)
         return keys, self._heads(self.v_proj(rows))
 
-    def forward(self, block: Tensor, rope: Rope, layer: int, kv: KeyValues, mask: Mask) -> Tensor:
+    def queries(self, block: Tensor, rope: Rope) -> Tensor:
+        """Block rows `[b, B, D]` to their queries `[b, H, B, hd]`."""
         queries = self.q_norm(self.q_proj(block).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        _, queries = apply_rotary_pos_emb(queries, queries, *rope)
+        return apply_rotary_pos_emb(queries, queries, *rope)[0]
+
+    def forward(self, block: Tensor, rope: Rope, layer: int, kv: KeyValues, mask: Mask) -> Tensor:
+        queries = self.queries(block, rope)
         keys, values = kv.extend(layer, *self.key_values(block, rope))
         gqa = queries.shape[1] != keys.shape[1]
         if isinstance(mask, BlockMask):

@@ -327,9 +327,9 @@ def divergences(
 
 
 @contextmanager
-def counted(total: int, done: int, show: bool) -> Iterator[Any]:
+def counted(total: int, done: int, show: bool, title: str = "evaluating") -> Iterator[Any]:
     """A progress bar over prompts, on stderr; yields what advances it by one."""
-    columns = TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
         task = bar.add_task("prompts", total=total, completed=done)
         yield lambda: bar.advance(task)

@@ -26,7 +26,7 @@ class Sums(NamedTuple):
 
     def ratio(self) -> float:
         """The micro-average: sum of numerators over sum of denominators; NaN without any denominator."""
-        return float(_divide(np.sum(self.numerator), np.sum(self.denominator)))
+        return float(divide(np.sum(self.numerator), np.sum(self.denominator)))
 
 
 def draws(prompts: int, seed: int = 0, resamples: int = RESAMPLES) -> NDArray[np.int64]:
@@ -36,18 +36,18 @@ def draws(prompts: int, seed: int = 0, resamples: int = RESAMPLES) -> NDArray[np
 
 def ratio_interval(sums: Sums, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
     """Interval of a micro-averaged ratio such as the acceptance length. With a single prompt it has no width."""
-    return _percentiles(_resampled(sums, draws(len(np.asarray(sums.numerator)), seed, resamples)))
+    return percentiles(_resampled(sums, draws(len(np.asarray(sums.numerator)), seed, resamples)))
 
 
 def quotient_interval(a: Sums, b: Sums, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
     """Interval of `a.ratio() / b.ratio()`, paired: entry i of `a` and of `b` is the same prompt."""
     counts = draws(len(np.asarray(a.numerator)), seed, resamples)
-    return _percentiles(_divide(_resampled(a, counts), _resampled(b, counts)))
+    return percentiles(divide(_resampled(a, counts), _resampled(b, counts)))
 
 
 def gain(a: Sums, b: Sums) -> float:
     """`a / b - 1`: by what share a is above b."""
-    return float(_divide(a.ratio(), b.ratio())) - 1
+    return float(divide(a.ratio(), b.ratio())) - 1
 
 
 def gain_interval(a: Sums, b: Sums, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
@@ -57,16 +57,16 @@ def gain_interval(a: Sums, b: Sums, seed: int = 0, resamples: int = RESAMPLES) -
 
 
 def _resampled(sums: Sums, counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    return _divide(counts @ np.asarray(sums.numerator, float), counts @ np.asarray(sums.denominator, float))
+    return divide(counts @ np.asarray(sums.numerator, float), counts @ np.asarray(sums.denominator, float))
 
 
-def _divide(a: ArrayLike, b: ArrayLike) -> NDArray[np.float64]:
+def divide(a: ArrayLike, b: ArrayLike) -> NDArray[np.float64]:
     """a / b, NaN where b is zero (a resample may hold only prompts that ended before their first round)."""
     a, b = np.asarray(a, float), np.asarray(b, float)
     return np.divide(a, b, out=np.full(np.broadcast(a, b).shape, np.nan), where=b != 0)
 
 
-def _percentiles(values: NDArray[np.float64]) -> Interval:
+def percentiles(values: NDArray[np.float64]) -> Interval:
     values = values[~np.isnan(values)]
     if not values.size:
         return np.nan, np.nan

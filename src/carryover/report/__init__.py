@@ -41,6 +41,7 @@ def write_report(run: Path, title: str = "", out: Path | None = None) -> Path:
             raise InputError(
                 f"{path} lacks {error} or has it in another form; it is damaged, or of another version: evaluate again."
             ) from error
+    diagnosed = [diagnosis(path, run) for path in sorted(run.rglob("diagnostics.json"))]
     logs = {
         str(path.parent.relative_to(run)): read_log(path) for path in sorted(run.rglob("train_log.jsonl"), key=_age)
     }
@@ -51,6 +52,7 @@ def write_report(run: Path, title: str = "", out: Path | None = None) -> Path:
     page = template.render(
         title=title or f"Carryover report: {evaluations[0]['results']['target']}",
         evaluations=evaluations,
+        diagnoses=diagnosed,
         training=figures.data_uri(figures.training(logs)) if logs else None,
     )
     out = out or run / PAGE
@@ -103,6 +105,21 @@ def evaluation(path: Path, run: Path) -> dict[str, Any]:
         "gains": tables.gains_table(results),
         "plots": {name: figures.data_uri(figure) for name, figure in plots.items()},
     }
+
+
+def diagnosis(path: Path, run: Path) -> dict[str, Any]:
+    """A section about a diagnostics.json. Raises InputError when it is not one."""
+    try:
+        d = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            "name": "" if path.parent == run else str(path.parent.relative_to(run)),
+            "d": d,
+            "tables": tables.diagnostics_tables(d),
+            "recall": figures.data_uri(figures.recall_by_position(d)),
+            "attention": figures.data_uri(figures.attention_mass(d)),
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise InputError(f"{path} is not a file of this `carryover diagnose`; run it again.") from error
 
 
 # ---- in words ------------------------------------------------------------------------------------------------------

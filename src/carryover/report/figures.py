@@ -112,6 +112,46 @@ def training(logs: Mapping[str, Log]) -> Figure:
     return figure
 
 
+@rc_context(STYLE)
+def recall_by_position(d: Mapping[str, Any]) -> Figure:
+    """Matched-anchor recall at 1 and 16 of diagnostics.json, by position, with carry, without, and of the baseline."""
+    figure, panels = canvas(7.6, 3.2, columns=2)
+    recall = d["recall"]["matched"]
+    for axes, cut in zip(panels, ("1", "16"), strict=True):
+        for name, colour, line in (("on", COLOURS[0], "-"), ("off", COLOURS[0], "--"), ("baseline", COLOURS[1], "--")):
+            points = [
+                (k, r, e)
+                for k, (r, e) in enumerate(zip(recall[name][cut], recall[f"{name}_error"][cut], strict=True), 1)
+                if r is not None
+            ]
+            places, shares_, errors = zip(*points, strict=True)
+            axes.errorbar(places, shares_, yerr=errors, color=colour, linestyle=line, label=name, marker="o",
+                          markersize=3, linewidth=1.2, elinewidth=0.7)  # fmt: skip
+        axes.set(xlabel="position in the block", ylabel=f"recall@{cut}")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[0].legend()
+    return figure
+
+
+@rc_context(STYLE)
+def attention_mass(d: Mapping[str, Any]) -> Figure:
+    """Attention on carry rows: by slot of the block, and per row by its place, beside a recent context row's."""
+    figure, (slots, rows) = canvas(7.6, 3.2, columns=2)
+    a = d["attention"]
+    for layer, by_slot in enumerate(a["carry_by_layer_and_slot"]):
+        look_ = {"color": COLOURS[layer % len(COLOURS)], "linewidth": 1.2}
+        slots.plot(range(len(by_slot)), by_slot, marker="o", markersize=3, label=f"layer {layer}", **look_)
+        offsets = [(r, mass) for r, mass in enumerate(a["by_offset"][layer], 1) if mass is not None]
+        rows.plot(*zip(*offsets, strict=True), marker="o", markersize=3, **look_)
+        rows.axhline(a["per_recent_row_by_layer"][layer], linestyle=":", **look_)
+    slots.set(xlabel="slot", ylabel="attention on all carry rows", ylim=(0, None))
+    rows.set(xlabel="rejected row, j - n", ylabel="attention per row", ylim=(0, None))
+    for axes in (slots, rows):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    slots.legend()
+    return figure
+
+
 def canvas(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]:
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(1, columns)

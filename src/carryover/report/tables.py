@@ -45,6 +45,75 @@ def gains_table(results: Mapping[str, Any], overall_only: bool = False) -> Table
     return Table(GAINS, rows)
 
 
+def diagnostics_tables(d: Mapping[str, Any]) -> dict[str, Table]:
+    """The tables of diagnostics.json by title; each fits into 80 characters."""
+    return {
+        "Matched-anchor recall, points of 100": _recall_table(d["recall"]["matched"]),
+        "By task": _diagnosed_tasks(d["reconvergence"]),
+        "Correlation with the gain": _correlation_table(d["reconvergence"]),
+        "Local replay gain by what the last round re-converged": _replay_table(d["reconvergence"]["states"]),
+        "Attention, percent of the mass": _attention_table(d["attention"]),
+    }
+
+
+def _recall_table(r: Mapping[str, Any]) -> Table:
+    """One row per position and one for all, recall at 1 but for the last column."""
+    rows = []
+    for source, names in ((r, [str(k) for k in range(1, len(r["n"]) + 1)]), (r["pooled"], ["all"])):
+        for k, name in enumerate(names):
+            shares = [_points(source[drafter]["1"][k]) for drafter in ("on", "off", "baseline")]
+            gains = [_paired(source, "on_minus_off", cut, k) for cut in ("1", "16")]
+            rows.append([name, str(source["n"][k]), *shares, *gains])
+    return Table(("position", "states", "on @1", "off", "baseline", "on - off @1", "on - off @16"), rows)
+
+
+def _paired(r: Mapping[str, Any], name: str, cut: str, k: int) -> str:
+    value, (low, high) = r[name][cut][k], r[f"{name}_ci95"][cut][k]
+    return "–" if value is None or low is None else f"{100 * value:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+
+
+def _points(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f}"
+
+
+def _diagnosed_tasks(r: Mapping[str, Any]) -> Table:
+    keys = ("reconvergence", "reconvergence_per_baseline_length", "post_rejection", "rejected_rows", "replay_gain")
+    rows = [
+        [task, _gain(s, "gain"), *(_number(s[key]) for key in keys)]
+        for task, s in (*r["tasks"].items(), ("overall", r["overall"]))
+    ]
+    return Table(("task", "gain", "re-conv.", "/ base", "accepted behind", "rows", "replay"), rows)
+
+
+def _correlation_table(r: Mapping[str, Any]) -> Table:
+    both = r["correlation"], r["correlation_without_translation"]
+    names = [key for key in both[0] if key != "tasks" and not key.endswith("_ci95")]
+    rows = [[name.replace("_", " "), *(_correlation(c, name) for c in both)] for name in names]
+    return Table(("over tasks", f"{both[0]['tasks']} tasks", "without translation"), rows)
+
+
+def _correlation(c: Mapping[str, Any], name: str) -> str:
+    if c.get(name) is None:
+        return "–"
+    low, high = c[f"{name}_ci95"]
+    return f"{c[name]:+.2f}" + ("" if low is None else f" [{low:+.2f}, {high:+.2f}]")
+
+
+def _replay_table(s: Mapping[str, Any]) -> Table:
+    rows = [
+        [str(value), str(states), _number(gain), _range(ends, 2)]
+        for value, states, gain, ends in zip(s["reconverged"], s["states"], s["gain"], s["gain_ci95"], strict=True)
+    ]
+    return Table(("re-converged rows", "states", "accepted on - off", "95 %"), rows)
+
+
+def _attention_table(a: Mapping[str, Any]) -> Table:
+    layers = zip(a["carry_by_layer"], a["per_carry_row_by_layer"], a["per_recent_row_by_layer"], strict=True)
+    rows = [[f"layer {i}", *map(_points, figures)] for i, figures in enumerate(layers)]
+    rows.append(["all", *(_points(a[key]) for key in ("carry", "per_carry_row", "per_recent_row"))])
+    return Table(("", "on carry rows", "per carry row", "per recent context row"), rows)
+
+
 def to_rich(table: Table, title: str = "") -> rich.table.Table:
     """For a terminal: the first column wraps where the terminal is narrow, figures never do."""
     shown = rich.table.Table(
