@@ -3,7 +3,8 @@
 The decoding is the engine's own, and so is every draft: ON and OFF draft from the same batch, with its carry rows and
 with none; BASELINE has a second engine whose batch commits the same proposals, so that its cache holds the same tokens.
 What was seen is one line of `diagnostics.jsonl` per prompt, written at once; a run that was killed goes on from it. All
-figures of `diagnostics.json` are computed from these lines, by `recall.py`, `reconvergence.py` and `attention.py`.
+figures of `diagnostics.json` are computed from these lines, by `recall.py`, `reconvergence.py` with `gain.py`, and
+`attention.py`.
 
 Letters: `P` proposals, `B` block rows, `D` hidden. Source: SPEC 7.
 """
@@ -27,8 +28,8 @@ from ..errors import InputError
 from ..files import write_text
 from ..target import Target
 from .attention import add, attention, attention_sums
+from .gain import explain
 from .recall import ranks, recall
-from .reconvergence import reconvergence
 from .run import Plan, check_settings, counted, fitting, ids_of, open_session, settings_of, text_of
 
 FILE, RECORDS, SETTINGS = "diagnostics.json", "diagnostics.jsonl", "diagnostics.settings.json"
@@ -191,7 +192,7 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def figures_of(records: Sequence[dict[str, Any]], proposals: int, seed: int) -> dict[str, Any]:
-    """`recall`, `reconvergence` and `attention` of diagnostics.json. Raises InputError when nothing was carried."""
+    """The figures of diagnostics.json. Raises InputError when nothing was carried."""
     by_task: dict[str, list[Any]] = {}
     for record in records:
         by_task.setdefault(record["task"], []).append(record["responses"])
@@ -200,6 +201,6 @@ def figures_of(records: Sequence[dict[str, Any]], proposals: int, seed: int) -> 
         raise InputError("no draft had carry rows, so there is nothing to diagnose; allow more tokens or prompts.")
     return {
         "recall": recall(states, proposals, seed),
-        "reconvergence": reconvergence(by_task, seed),
+        **explain(by_task, seed),
         "attention": attention([record["attention"] for record in records]),
     }

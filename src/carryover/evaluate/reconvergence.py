@@ -1,5 +1,4 @@
-"""Whether rejected states carry news: re-convergence, acceptance behind a rejection, local replay, and what goes with
-the gain.
+"""Re-convergence of rejected states, round by round: whether the rows of a rejected branch find back to the text.
 
 A round at anchor `a` proposes p_1..p_P, the target accepts n of them, and rows n+1..P are rejected. `v_j` is the
 target's first choice at row j, a guess about position a+j+1 made on the rejected branch; `y_t` is the token that the
@@ -7,33 +6,21 @@ greedy run committed at position t. Row j *re-converges* if v_j is one of y at a
 one beside it, because a branch may have gained or lost a word.
 
 Only rounds that another draft follows count, for the others carry nothing. A response that ends leaves the last rows
-without a reference: `reconvergence` skips rounds whose window reaches beyond the end, `..._truncated` takes all rounds
-and of these the rows whose own position exists.
+without a reference: rounds are *complete* if their windows lie within the text; of the others only the rows whose own
+position exists are counted (*truncated*).
 
-Letters: `n` prompts, `P` proposals, `R` resamples, `T` tasks, `F` sums. Source: SPEC 7.
+Letters: `P` proposals. Source: SPEC 7.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-from .recall import accepted
-from .results import interval, known
-from .stats import Sums, divide, draws, percentiles, ratio_interval
+from .recall import DRAFTERS, accepted
 
 Response = dict[str, Any]  # of diagnostics.jsonl: `prompt_tokens`, `tokens`, `following`, `rounds`, `baseline_...`
-Floats = NDArray[np.float64]
-PREDICTORS = (
-    "reconvergence", "reconvergence_exact", "reconvergence_unique", "reconvergence_per_baseline_length",
-    "reconvergence_per_row", "reconvergence_truncated", "reconvergence_truncated_per_baseline_length",
-    "reconvergence_truncated_per_row", "post_rejection", "post_rejection_run", "rejected_rows",
-    "rejected_rows_per_baseline_length", "replay_gain", "replay_ratio",
-)  # fmt: skip
 
 
 # ---- one round -----------------------------------------------------------------------------------------------------
@@ -98,133 +85,5 @@ def prompt_sums(responses: Sequence[Response]) -> Counter[str]:
             if i + 1 < len(response["rounds"]):
                 sums.update(round_figures(response, i))
             if "on" in r:
-                sums.update({"states": 1, **{f"{d}_accepted": accepted(r[d]) for d in ("on", "off", "baseline")}})
+                sums.update({"states": 1, **{f"{d}_accepted": accepted(r[d]) for d in DRAFTERS}})
     return sums
-
-
-# ---- tasks ---------------------------------------------------------------------------------------------------------
-def figures(sums: Mapping[str, ArrayLike]) -> dict[str, Floats]:
-    """All figures from sums over prompts; sums may be arrays (resamples), NaN where nothing was counted."""
-    s = {key: np.asarray(value, float) for key, value in sums.items()}
-    length, base = divide(s["tokens"], s["verifications"]), divide(s["baseline_tokens"], s["baseline_rounds"])
-    within, truncated = divide(s["within"], s["complete"]), divide(s["truncated"], s["rejected"])
-    rows = divide(s["rows"], s["rounds"])
-    on, off, baseline = (divide(s[f"{d}_accepted"], s["states"]) for d in ("on", "off", "baseline"))
-    return {
-        "acceptance_length": length,
-        "baseline_acceptance_length": base,
-        "gain": divide(length, base) - 1,
-        "reconvergence": within,
-        "reconvergence_exact": divide(s["exact"], s["complete"]),
-        "reconvergence_unique": divide(s["unique"], s["complete"]),
-        "reconvergence_per_baseline_length": divide(within, base),
-        "reconvergence_per_row": divide(s["within"], s["complete_rows"]),
-        "reconvergence_truncated": truncated,
-        "reconvergence_truncated_per_baseline_length": divide(truncated, base),
-        "reconvergence_truncated_per_row": divide(s["truncated"], s["truncated_rows"]),
-        "post_rejection": divide(s["behind"], s["rejected"]),
-        "post_rejection_run": divide(s["behind_run"], s["rejected"]),
-        "rejected_rows": rows,
-        "rejected_rows_per_baseline_length": divide(rows, base),
-        "replay_on": on,
-        "replay_off": off,
-        "replay_baseline": baseline,
-        "replay_gain": on - off,
-        "replay_ratio": divide(on + 1, off + 1) - 1,
-        "replay_training": divide(off + 1, baseline + 1) - 1,
-    }
-
-
-class Resampled(NamedTuple):
-    """Figures of some prompts, and of their resamples `[R]`; counts: prompts and the rounds behind the figures."""
-
-    value: dict[str, Floats]
-    resamples: dict[str, Floats]
-    counts: dict[str, int]
-
-
-def resample(prompts: Sequence[Counter[str]], seed: int) -> Resampled:
-    keys = sorted(set().union(*prompts, NAMES))
-    table = np.array([[sums[key] for key in keys] for sums in prompts], float)  # [n, F]
-    totals = dict(zip(keys, table.sum(0), strict=True))
-    drawn = dict(zip(keys, (draws(len(prompts), seed) @ table).T, strict=True))
-    counts = {"prompts": len(prompts), **{k: int(totals[k]) for k in ("rounds", "rejected", "complete", "states")}}
-    return Resampled(figures(totals), figures(drawn), counts)
-
-
-def with_intervals(r: Resampled) -> dict[str, Any]:
-    found: dict[str, Any] = dict(r.counts)
-    for name, value in r.value.items():
-        found |= {name: known(float(value)), f"{name}_ci95": interval(percentiles(r.resamples[name]))}
-    return found
-
-
-def pearson(x: Floats, y: Floats) -> Floats:
-    """Correlation over the last axis, `[..., T]` to `[...]`; NaN without spread."""
-    x, y = x - x.mean(-1, keepdims=True), y - y.mean(-1, keepdims=True)
-    return divide((x * y).sum(-1), np.sqrt((x * x).sum(-1) * (y * y).sum(-1)))
-
-
-def correlations(tasks: Mapping[str, Resampled]) -> dict[str, Any]:
-    """Pearson correlation of the gain with each predictor over tasks; interval: prompts resampled within tasks."""
-    found: dict[str, Any] = {"tasks": len(tasks)}
-    for name in PREDICTORS if len(tasks) > 2 else ():
-        x, y = (np.array([t.value[key] for t in tasks.values()]) for key in (name, "gain"))
-        xs, ys = (np.stack([t.resamples[key] for t in tasks.values()], -1) for key in (name, "gain"))
-        found |= {name: known(float(pearson(x, y))), f"{name}_ci95": interval(percentiles(pearson(xs, ys)))}
-    return found
-
-
-# ---- states --------------------------------------------------------------------------------------------------------
-def state_points(responses: Sequence[Response]) -> Floats:
-    """One row per state with carry: accepted ON - OFF; then of the round that made its carry: re-converged (truncated),
-    rejected rows, accepted behind the rejection. `[s, 4]`."""
-    points = []
-    for response in responses:
-        for i, r in enumerate(response["rounds"]):
-            if "on" in r:
-                made = round_figures(response, i - 1)
-                points.append([accepted(r["on"]) - accepted(r["off"]), made["truncated"], made["rows"], made["behind"]])
-    return np.array(points, float).reshape(-1, 4)
-
-
-def over_states(prompts: Sequence[Sequence[Response]], seed: int) -> dict[str, Any]:
-    """How the local replay gain goes with what was carried, state by state: by re-converged rows, and correlations."""
-    points = [state_points(responses) for responses in prompts]
-    found: dict[str, Any] = {"reconverged": [], "states": [], "gain": [], "gain_ci95": []}
-    for value in np.unique(np.concatenate(points)[:, 1]):
-        at = [p[p[:, 1] == value, 0] for p in points]
-        sums = Sums([p.sum() for p in at], [len(p) for p in at])
-        for key, x in (("reconverged", int(value)), ("states", int(np.sum(sums.denominator))),
-                       ("gain", known(sums.ratio())), ("gain_ci95", interval(ratio_interval(sums, seed)))):  # fmt: skip
-            found[key].append(x)
-    # Per prompt the moments 1, x, y, xx, yy, xy, which resamples add up.
-    counts = np.concatenate((np.ones((1, len(points))), draws(len(points), seed)))
-    for column, name in ((1, "reconverged"), (2, "rejected_rows"), (3, "post_rejection")):
-        xy = [(p[:, column], p[:, 0]) for p in points]
-        moments = counts @ np.array([[len(x), x.sum(), y.sum(), x @ x, y @ y, x @ y] for x, y in xy])
-        n, x, y, xx, yy, xy_ = moments.T
-        r = divide(n * xy_ - x * y, np.sqrt(np.clip((n * xx - x * x) * (n * yy - y * y), 0, None)))
-        found |= {f"r_{name}": known(float(r[0])), f"r_{name}_ci95": interval(percentiles(r[1:]))}
-    return found
-
-
-NAMES = (
-    "tokens", "verifications", "baseline_tokens", "baseline_rounds", "rounds", "rejected", "rows", "complete",
-    "complete_rows", "within", "exact", "unique", "truncated_rows", "truncated", "behind", "behind_run", "states",
-    "on_accepted", "off_accepted", "baseline_accepted",
-)  # fmt: skip
-
-
-def reconvergence(by_task: Mapping[str, Sequence[Sequence[Response]]], seed: int = 0) -> dict[str, Any]:
-    """The `reconvergence` of diagnostics.json. by_task: task -> prompts -> the responses to each one's turns."""
-    counted = {task: [prompt_sums(responses) for responses in prompts] for task, prompts in by_task.items()}
-    tasks = {task: resample(sums, seed + i) for i, (task, sums) in enumerate(counted.items())}
-    everything = [responses for prompts in by_task.values() for responses in prompts]
-    return {
-        "tasks": {task: with_intervals(r) for task, r in tasks.items()},
-        "overall": with_intervals(resample([sums for task in counted.values() for sums in task], seed)),
-        "correlation": correlations(tasks),
-        "correlation_without_translation": correlations({t: r for t, r in tasks.items() if t != "translation"}),
-        "states": over_states(everything, seed),
-    }

@@ -49,9 +49,9 @@ def diagnostics_tables(d: Mapping[str, Any]) -> dict[str, Table]:
     """The tables of diagnostics.json by title; each fits into 80 characters."""
     return {
         "Matched-anchor recall, points of 100": _recall_table(d["recall"]["matched"]),
-        "By task": _diagnosed_tasks(d["reconvergence"]),
-        "Correlation with the gain": _correlation_table(d["reconvergence"]),
-        "Local replay gain by what the last round re-converged": _replay_table(d["reconvergence"]["states"]),
+        "By task": _diagnosed_tasks(d),
+        "Correlation with the gain": _correlation_table(d),
+        "Local replay gain by what the last round re-converged": _replay_table(d["states"]),
         "Attention, percent of the mass": _attention_table(d["attention"]),
     }
 
@@ -64,12 +64,12 @@ def _recall_table(r: Mapping[str, Any]) -> Table:
             shares = [_points(source[drafter]["1"][k]) for drafter in ("on", "off", "baseline")]
             gains = [_paired(source, "on_minus_off", cut, k) for cut in ("1", "16")]
             rows.append([name, str(source["n"][k]), *shares, *gains])
-    return Table(("position", "states", "on @1", "off", "baseline", "on - off @1", "on - off @16"), rows)
+    return Table(("position", "states", "on", "off", "base", "on - off @1", "on - off @16"), rows)
 
 
 def _paired(r: Mapping[str, Any], name: str, cut: str, k: int) -> str:
     value, (low, high) = r[name][cut][k], r[f"{name}_ci95"][cut][k]
-    return "–" if value is None or low is None else f"{100 * value:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+    return "–" if value is None or low is None else f"{100 * value:+.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 def _points(share: float | None) -> str:
@@ -79,10 +79,10 @@ def _points(share: float | None) -> str:
 def _diagnosed_tasks(r: Mapping[str, Any]) -> Table:
     keys = ("reconvergence", "reconvergence_per_baseline_length", "post_rejection", "rejected_rows", "replay_gain")
     rows = [
-        [task, _gain(s, "gain"), *(_number(s[key]) for key in keys)]
+        [task, _gain(s, "gain").split(" [")[0], *(_number(s[key]) for key in keys)]
         for task, s in (*r["tasks"].items(), ("overall", r["overall"]))
     ]
-    return Table(("task", "gain", "re-conv.", "/ base", "accepted behind", "rows", "replay"), rows)
+    return Table(("task", "gain", "re-conv.", "/ base AL", "accepted behind", "rows", "replay gain"), rows)
 
 
 def _correlation_table(r: Mapping[str, Any]) -> Table:
