@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from carryover.evaluate.gain import NAMES, PREDICTORS, correlations, explain, figures, over_states, pearson, resample
+from carryover.evaluate.gain import (
+    NAMES,
+    PREDICTORS,
+    by_row,
+    correlations,
+    explain,
+    figures,
+    over_states,
+    pearson,
+    resample,
+)
 
 
 def test_figures() -> None:
@@ -101,6 +111,20 @@ def test_over_states() -> None:
     assert found["gain_ci95"][0] == [-1.0, 0.0] and found["gain_ci95"][2] == [3.0, 3.0]
     assert found["r_reconverged"] == pytest.approx(np.corrcoef([0, 1, 3, -1, 2], [0, 2, 4, 0, 2])[0, 1])
     assert found["r_rejected_rows"] is None  # always four
+
+
+def test_recall_by_what_the_carry_row_knew() -> None:
+    """Anchor 5 (token 15); 4 carry rows guess about the tokens 16 to 19, and there is a fifth position."""
+    made = {"anchor": 3, "proposals": [14, 1, 1, 1, 1], "accepted": 1, "top": [14, 15, 16, 99, 19, 18]}
+    state = {"anchor": 5, "on": [0, 0, 0, 0, 1], "off": [1, 0, 0, 2, 0]}
+    one = {"prompt_tokens": 0, "tokens": list(range(10, 20)), "following": [20, 21, 22], "rounds": [made, state]}
+    found = by_row([[one], []], 0)
+    counts = {kind: (r["n"], r["on"], r["off"], r["on_minus_off"]) for kind, r in found.items()}
+    assert counts == {
+        "exact": (1, 1.0, 0.0, 1.0), "missed": (1, 1.0, 1.0, 0.0), "near": (2, 1.0, 0.5, 0.5),
+        "uncarried": (1, 0.0, 1.0, -1.0),
+    }  # fmt: skip
+    assert found["near"]["on_minus_off_ci95"] == [0.5, 0.5]
 
 
 def test_explain_by_task() -> None:

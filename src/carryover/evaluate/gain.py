@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from .recall import accepted
 from .reconvergence import Response, prompt_sums, round_figures
 from .results import OVERALL, interval, known
-from .stats import Sums, divide, draws, percentiles, ratio_interval
+from .stats import Sums, divide, draws, percentiles, ratio_intervals
 
 Floats = NDArray[np.float64]
 NAMES = (  # what `prompt_sums` counts
@@ -125,13 +125,15 @@ def state_points(responses: Sequence[Response]) -> Floats:
 def over_states(prompts: Sequence[Sequence[Response]], seed: int) -> dict[str, Any]:
     """How the local replay gain goes with what was carried, state by state: by re-converged rows, and correlations."""
     points = [state_points(responses) for responses in prompts]
-    found: dict[str, Any] = {"reconverged": [], "states": [], "gain": [], "gain_ci95": []}
-    for value in np.unique(np.concatenate(points)[:, 1]):
-        at = [p[p[:, 1] == value, 0] for p in points]
-        sums = Sums([p.sum() for p in at], [len(p) for p in at])
-        for key, x in (("reconverged", int(value)), ("states", int(np.sum(sums.denominator))),
-                       ("gain", known(sums.ratio())), ("gain_ci95", interval(ratio_interval(sums, seed)))):  # fmt: skip
-            found[key].append(x)
+    values = np.unique(np.concatenate(points)[:, 1])
+    at = [[p[p[:, 1] == value, 0] for value in values] for p in points]
+    gains, states = np.array([[[x.sum() for x in row], [len(x) for x in row]] for row in at]).transpose(1, 0, 2)
+    found: dict[str, Any] = {
+        "reconverged": values.astype(int).tolist(),
+        "states": states.sum(0).astype(int).tolist(),
+        "gain": (gains.sum(0) / states.sum(0)).tolist(),
+        "gain_ci95": [interval(i) for i in ratio_intervals(gains, states, seed)],
+    }
     # Per prompt the moments 1, x, y, xx, yy, xy, which resamples add up.
     counts = np.concatenate((np.ones((1, len(points))), draws(len(points), seed)))
     for column, name in ((1, "reconverged"), (2, "rejected_rows"), (3, "post_rejection")):
@@ -143,8 +145,47 @@ def over_states(prompts: Sequence[Sequence[Response]], seed: int) -> dict[str, A
     return found
 
 
+ROWS = ("exact", "near", "missed", "uncarried")
+
+
+def row_counts(responses: Sequence[Response]) -> dict[str, list[int]]:
+    """Per kind of position how many there were, and how often ON, and OFF, had the next token first.
+
+    Position k of a state lies where the k-th carry row made its guess: the guess was right, right within one position,
+    or missed; or there was no such row. All positions with a reference count, whatever came before them.
+    """
+    found = {kind: [0, 0, 0] for kind in ROWS}
+    for response in responses:
+        text = [*response["tokens"], *response["following"]]
+        for made, r in zip(response["rounds"], response["rounds"][1:], strict=False):
+            guesses, at = made["top"][made["accepted"] + 1 :], r["anchor"] - response["prompt_tokens"]
+            for k, (on, off) in enumerate(zip(r.get("on", ()), r.get("off", ()), strict=True)):
+                near = text[at + k : at + k + 3]  # the position before k, its own, the one behind
+                guess = guesses[k] if k < len(guesses) else None
+                kind = "uncarried" if guess is None else "exact" if guess == near[1] else "near"
+                kind = "missed" if guess is not None and guess not in near else kind
+                found[kind] = [x + y for x, y in zip(found[kind], (1, on == 0, off == 0), strict=True)]
+    return found
+
+
+def by_row(prompts: Sequence[Sequence[Response]], seed: int) -> dict[str, Any]:
+    """Recall@1 ON and OFF by what the carry row of a position knew about it."""
+    counts = np.array([[c[kind] for kind in ROWS] for c in map(row_counts, prompts)])  # [n, kinds, 3]
+    n, on, off = counts.transpose(2, 0, 1)
+    ends = ratio_intervals(on - off, n, seed)
+    return {
+        kind: {
+            "n": int(n[:, k].sum()), "on": known(Sums(on[:, k], n[:, k]).ratio()),
+            "off": known(Sums(off[:, k], n[:, k]).ratio()),
+            "on_minus_off": known(Sums(on[:, k] - off[:, k], n[:, k]).ratio()),
+            "on_minus_off_ci95": interval(ends[k]),
+        }
+        for k, kind in enumerate(ROWS)
+    }  # fmt: skip
+
+
 def explain(by_task: Mapping[str, Sequence[Sequence[Response]]], seed: int = 0) -> dict[str, Any]:
-    """`tasks`, `overall`, the correlations and `states` of diagnostics.json.
+    """`tasks`, `overall`, the correlations, `states` and `rows` of diagnostics.json.
 
     by_task: task -> prompts -> the responses to each one's turns.
     """
@@ -157,4 +198,5 @@ def explain(by_task: Mapping[str, Sequence[Sequence[Response]]], seed: int = 0) 
         "correlation": correlations(tasks),
         "correlation_without_translation": correlations({t: r for t, r in tasks.items() if t != "translation"}),
         "states": over_states(everything, seed),
+        "rows": by_row(everything, seed),
     }

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..drafter.modeling import Drafter, Head
 from .results import interval, known
-from .stats import Sums, ratio_interval
+from .stats import Sums, ratio_intervals
 
 DRAFTERS = ("on", "off", "baseline")
 CUTS = (1, 16)  # the K of recall@K
@@ -87,7 +87,7 @@ def curves(entered: Ints, hits: Ints, seed: int) -> dict[str, Any]:
     for d, name in ((1, "on_minus_off"), (2, "on_minus_baseline")):
         found[name], found[f"{name}_ci95"] = {}, {}
         for c, cut in enumerate(CUTS):
-            sums = [Sums(h, n) for h, n in zip((hits[:, 0, c] - hits[:, d, c]).T, entered.T, strict=True)]
-            found[name][str(cut)] = [known(s.ratio()) for s in sums]
-            found[f"{name}_ci95"][str(cut)] = [interval(ratio_interval(s, seed)) for s in sums]
+            more = hits[:, 0, c] - hits[:, d, c]
+            found[name][str(cut)] = [known(Sums(h, n).ratio()) for h, n in zip(more.T, entered.T, strict=True)]
+            found[f"{name}_ci95"][str(cut)] = [interval(i) for i in ratio_intervals(more, entered, seed)]
     return found

@@ -39,6 +39,12 @@ def ratio_interval(sums: Sums, seed: int = 0, resamples: int = RESAMPLES) -> Int
     return percentiles(_resampled(sums, draws(len(np.asarray(sums.numerator)), seed, resamples)))
 
 
+def ratio_intervals(numerators: ArrayLike, denominators: ArrayLike, seed: int = 0) -> list[Interval]:
+    """`ratio_interval` of several ratios at once, from the same resamples: `[n, k]` each."""
+    counts = draws(len(np.asarray(numerators)), seed)
+    return [percentiles(column) for column in _resampled(Sums(numerators, denominators), counts).T]
+
+
 def quotient_interval(a: Sums, b: Sums, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
     """Interval of `a.ratio() / b.ratio()`, paired: entry i of `a` and of `b` is the same prompt."""
     counts = draws(len(np.asarray(a.numerator)), seed, resamples)

@@ -51,6 +51,7 @@ def diagnostics_tables(d: Mapping[str, Any]) -> dict[str, Table]:
         "Matched-anchor recall, points of 100": _recall_table(d["recall"]["matched"]),
         "By task": _diagnosed_tasks(d),
         "Correlation with the gain": _correlation_table(d),
+        "Recall@1 by what the carry row of the position had guessed, points of 100": _rows_table(d["rows"]),
         "Local replay gain by what the last round re-converged": _replay_table(d["states"]),
         "Attention, percent of the mass": _attention_table(d["attention"]),
     }
@@ -97,6 +98,17 @@ def _correlation(c: Mapping[str, Any], name: str) -> str:
         return "–"
     low, high = c[f"{name}_ci95"]
     return f"{c[name]:+.2f}" + ("" if low is None else f" [{low:+.2f}, {high:+.2f}]")
+
+
+def _rows_table(rows: Mapping[str, Any]) -> Table:
+    names = {"exact": "right", "near": "right within one", "missed": "wrong", "uncarried": "no row"}
+    shown = []
+    for kind, name in names.items():
+        r = rows[kind]
+        low, high = r["on_minus_off_ci95"]
+        gain = "–" if low is None else f"{100 * r['on_minus_off']:+.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+        shown.append([name, str(r["n"]), _points(r["on"]), _points(r["off"]), gain])
+    return Table(("carry row", "positions", "on", "off", "on - off"), shown)
 
 
 def _replay_table(s: Mapping[str, Any]) -> Table:
