@@ -123,12 +123,19 @@ def test_local_replay_is_one_verification(small: Target) -> None:
         assert accepted(r["off"]) == [*matches, False].index(False)
 
 
-def test_ranks_break_ties_like_argmax(small: Target) -> None:
+def test_ranks_break_ties_like_argmax() -> None:
     drafter = make_drafter(0)
     logits = torch.tensor([[[0, 3, 1, 3, 3, 0, 0, 2], [0.0] * 8, [5, 4, 3, 2, 1, 0, 6, 7]]]).float()
     for wanted, expected in (([1, 0, 7], [0, 0, 0]), ([4, 7, 5], [2, 7, 7]), ([7, 3], [3, 3]), ([2], [4])):
         found = ranks(drafter, torch.zeros(1, 4, 32), 0, wanted, lambda hidden: logits[:, : hidden.shape[1]])
         assert found == expected
+
+
+def test_tokens_outside_the_draft_vocabulary_are_last() -> None:
+    drafter = make_drafter(0).restricted(torch.tensor([1, 3, 5]))
+    logits = torch.tensor([[[2.0, 3.0, 1.0]] * 3])
+    found = ranks(drafter, torch.zeros(1, 4, 32), 0, [1, 2, 5], lambda hidden: logits)
+    assert found == [1, drafter.config.vocab_size, 2]
 
 
 # ---- counting ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from carryover.evaluate.stats import Sums, draws, gain, gain_interval, quotient_interval, ratio_interval
+from carryover.evaluate.stats import (
+    Sums,
+    draws,
+    gain,
+    gain_interval,
+    quotient_interval,
+    ratio_interval,
+    ratio_intervals,
+)
 
 A = Sums([12, 30, 7, 22, 5], [4, 8, 5, 5, 4])
 B = Sums([12, 30, 7, 22, 5], [6, 11, 5, 8, 4])
@@ -92,3 +100,9 @@ def test_intervals_cover_the_truth() -> None:
         low, high = gain_interval(a, b, seed=experiment, resamples=300)
         hits += low <= 0.2 <= high
     assert 0.89 <= hits / 200 <= 0.99
+
+
+def test_several_intervals_at_once() -> None:
+    rng = np.random.default_rng(2)
+    a, b = rng.integers(0, 9, (12, 3)), rng.integers(1, 9, (12, 3))
+    assert ratio_intervals(a, b, seed=4) == [ratio_interval(Sums(x, y), seed=4) for x, y in zip(a.T, b.T, strict=True)]

@@ -132,7 +132,7 @@ def follow(
         for name, hidden in blocks.items():
             engine = base if name == "baseline" else on
             assert engine.drafter is not None
-            r[name] = ranks(engine.drafter, hidden, text[r["anchor"]], reference, engine.head)
+            r[name] = ranks(engine.drafter, hidden, text[r["anchor"]], reference, engine.draft_head)
     plain = base.generate(ids, max_new_tokens)
     record = {
         "prompt_tokens": len(ids), "tokens": generation.tokens, "following": following, "rounds": rounds,

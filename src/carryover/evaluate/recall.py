@@ -34,14 +34,16 @@ Ints = NDArray[np.int64]
 def ranks(drafter: Drafter, hidden: Tensor, anchor_token: int, reference: Sequence[int], head: Head) -> list[int]:
     """At each position, how many tokens the drafter prefers to `reference`, of at most P tokens; 0 is its proposal.
 
-    hidden: the drafter's block, `[1, B, D]`. Of equal logits the lower token id counts as preferred, as in argmax.
+    hidden: the drafter's block, `[1, B, D]`. Of equal logits the lower token id counts as preferred, as in argmax. All
+    tokens are preferred to one that is not in the drafter's vocabulary.
     """
-    wanted = torch.tensor(list(reference), device=hidden.device)
+    wanted = drafter.vocabulary_index(torch.tensor(list(reference), device=hidden.device))
     previous = torch.tensor([[anchor_token, *reference[:-1]]], device=hidden.device)
     logits = drafter.logits(drafter.proposing(hidden)[:, : len(wanted)], previous, head)[0]
-    own = logits.gather(1, wanted[:, None])
+    own = logits.gather(1, wanted.clamp(min=0)[:, None])
     earlier = torch.arange(logits.shape[1], device=hidden.device) < wanted[:, None]
-    return ((logits > own) | ((logits == own) & earlier)).sum(1).tolist()
+    found = ((logits > own) | ((logits == own) & earlier)).sum(1)
+    return torch.where(wanted < 0, drafter.config.vocab_size, found).tolist()
 
 
 def accepted(found: Sequence[int]) -> int:
