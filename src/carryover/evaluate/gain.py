@@ -33,6 +33,7 @@ PREDICTORS = (
     "reconvergence_per_row", "reconvergence_truncated", "reconvergence_truncated_per_baseline_length",
     "reconvergence_truncated_per_row", "post_rejection", "post_rejection_run", "rejected_rows",
     "rejected_rows_per_baseline_length", "per_baseline_length", "replay_gain", "replay_ratio",
+    "replay_training",
 )  # fmt: skip
 
 
