@@ -116,7 +116,9 @@ def record_responses(recipe: Recipe, target: Target, out: Path) -> None:
     record(target, prompts, out, sampling, r.max_new_tokens, recipe.seed, r.batch_size, recipe.data.template)
 
 
-def stage(recipe: Recipe, name: Stage, out: Path, target: Target, corpus: Path | None, start: Path | None = None) -> Path:
+def stage(
+    recipe: Recipe, name: Stage, out: Path, target: Target, corpus: Path | None, start: Path | None = None
+) -> Path:
     """Trains a stage unless it is finished, going on from what an interrupted run left."""
     finished = out / FINISHED
     if not finished.exists():
