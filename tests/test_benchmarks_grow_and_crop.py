@@ -1,4 +1,4 @@
-"""The loop that `benchmarks/peers.py` compares with decodes right, or its speed says nothing: same tokens, same rounds."""
+"""The loop that `benchmarks/peers.py` compares with: same tokens, same rounds, or its speed says nothing."""
 
 from __future__ import annotations
 
