@@ -124,16 +124,19 @@ class Vllm:
     def __init__(self, python: str, settings: dict[str, Any], threads: int, stop: list[int], tokens: int) -> None:
         self.stop, self.tokens, self.drafts, self.accepted = stop, tokens, 0, 0
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        # vLLM warns of a significant loss without these two, so they are loaded where its environment has them
+        library = Path(python).parent.parent / "lib"
+        preloaded = [str(x) for name in ("libiomp5.so", "libtcmalloc_minimal.so.4") if (x := library / name).exists()]
         environment = {
             **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_WAIT_POLICY": "PASSIVE",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_WAIT_POLICY": "PASSIVE", "LD_PRELOAD": ":".join(preloaded),
         }  # fmt: skip
         command = [python, str(Path(__file__).with_name("vllm_worker.py")), json.dumps(settings)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment
         )
-        self.version = self._reply()["version"]
+        self.version = " ".join([self._reply()["version"], *(Path(x).name for x in preloaded)])
 
     def __call__(self, ids: list[int]) -> Answer:
         assert self.process.stdin is not None
