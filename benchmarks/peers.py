@@ -191,6 +191,7 @@ def vllm_methods(
         }  # fmt: skip
     started = {}
     for name, speculative in wanted.items():
+        print(f"starting {name}", file=sys.stderr)
         config = {**settings, "speculative_config": speculative} if speculative else settings
         try:
             started[name] = Vllm(args.vllm_python, config, args.threads, sorted(target.stop_ids), args.tokens)
@@ -212,15 +213,15 @@ def fastest_lookup(target: Target, prompts: list[list[int]], tokens: int, settin
 
 
 def load(args: argparse.Namespace, target: Target) -> dict[str, Drafter]:
-    """By the last part of their paths, or by all of it where that is not enough."""
-    short = [Path(path).name for path in args.drafter]
-    found = {}
-    for path, name in zip(args.drafter, short, strict=True):
-        if path == "random":
-            found[name] = random_drafter(target, 3, 16)
-        else:
-            found[name if short.count(name) == 1 else path] = load_drafter(path, target, target.dtype)
-    return found
+    """By the last parts of their paths, as many as tell them apart."""
+    paths = [Path(path).parts for path in args.drafter]
+    last = next((n for n in range(1, 9) if len({path[-n:] for path in paths}) == len(paths)), 0)
+    return {
+        "/".join(path[-last:]): (
+            random_drafter(target, 3, 16) if path == ("random",) else load_drafter(Path(*path), target, target.dtype)
+        )
+        for path in paths
+    }
 
 
 # ---- the comparison --------------------------------------------------------------------------------------------------
@@ -253,24 +254,26 @@ def main() -> None:
 
     plain = of_transformers(target, args.tokens)
     expected = [plain(ids).tokens for ids in prompts]
-    lookup = fastest_lookup(target, prompts, args.tokens, args.lookup)
-    best = next(iter(lookup))
-    print("prompt_lookup_num_tokens: " + ", ".join(f"{n} {speed:.1f} tokens/s" for n, speed in lookup.items()))
-    methods = {
-        "transformers, plain": Method(plain, OURS),
-        f"transformers, lookup {best}": Method(of_transformers(target, args.tokens, prompt_lookup_num_tokens=best)),
-    }
-    for name, drafter in drafters.items():
-        like = f"ours, {name}" + (", carry off" if drafter.config.carry != "none" else "")
-        if "sliding_attention" in (drafter.config.layer_types or ()):
-            print(f"grow and crop, {name}: left out, it has sliding layers")
-        else:
-            methods[f"grow and crop, {name}"] = Method(of_loop(target, drafter, args.tokens), like)
     with tempfile.TemporaryDirectory() as folder:
         vllm = vllm_methods(args, target, drafters, max(map(len, prompts)), Path(folder))
+        print("everything is loaded", file=sys.stderr)
+        lookup = fastest_lookup(target, prompts, args.tokens, args.lookup)
+        best = next(iter(lookup))
+        print("prompt_lookup_num_tokens: " + ", ".join(f"{n} {speed:.1f} tokens/s" for n, speed in lookup.items()))
+        methods = {
+            "transformers, plain": Method(plain, OURS),
+            f"transformers, lookup {best}": Method(of_transformers(target, args.tokens, prompt_lookup_num_tokens=best)),
+        }
+        for name, drafter in drafters.items():
+            like = f"ours, {name}" + (", carry off" if drafter.config.carry != "none" else "")
+            if "sliding_attention" in (drafter.config.layer_types or ()):
+                print(f"grow and crop, {name}: left out, it has sliding layers")
+            else:
+                methods[f"grow and crop, {name}"] = Method(of_loop(target, drafter, args.tokens), like)
+            if engine := vllm.get(f"vLLM, {name}"):
+                methods[f"vLLM, {name}"] = Method(engine, like)
         for name, engine in vllm.items():
-            like = next((m.like for n, m in methods.items() if n == name.replace("vLLM", "grow and crop")), "")
-            methods[name] = Method(engine, OURS if name == "vLLM, plain" else like)
+            methods.setdefault(name, Method(engine, OURS if name == "vLLM, plain" else ""))
         methods |= our_methods(target, drafters, args.tokens, {})
         if HAS_COMPILE and args.compile:
             compiled = our_methods(target, drafters, args.tokens, {"compile": True})
