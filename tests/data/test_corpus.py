@@ -163,6 +163,7 @@ def test_packing_loses_nothing_and_keeps_documents_whole(length, seed):
     found = []
     for i in range(len(rows)):
         row = rows[i]
+        assert int(row.pop("row")) == i and rows.lengths()[i] == len(row["input_ids"])
         assert len(row["input_ids"]) <= length and {len(column) for column in row.values()} == {len(row["input_ids"])}
         for d in range(int(row["document"].max()) + 1):
             at = (row["document"] == d).nonzero()[:, 0]
@@ -191,11 +192,13 @@ def test_collate_pads_with_documents_that_nobody_sees():
     rows = pack(corpus([3, 2, 4]), 6)
     batch = collate([rows[i] for i in range(len(rows))])
     assert {name: (column.dtype, tuple(column.shape)) for name, column in batch.items()} == {
+        "row": (torch.int64, (2,)),
         "input_ids": (torch.int64, (2, 6)),
         "positions": (torch.int64, (2, 6)),
         "document": (torch.int64, (2, 6)),
         "loss_mask": (torch.bool, (2, 6)),
     }
+    assert batch["row"].tolist() == [0, 1]
     short = min(range(2), key=lambda i: len(rows[i]["input_ids"]))
     assert len(rows[short]["input_ids"]) == 3
     assert batch["document"][short].tolist() == [0, 0, 0, -1, -1, -1]

@@ -57,7 +57,7 @@ def test_plain_decoding_is_transformers_greedy(family):
 @pytest.mark.parametrize("head", ["dflash", "vanilla", "rnn"])
 def test_a_reduced_draft_vocabulary_changes_proposals_only(head):
     target = small("llama")
-    drafter = make_drafter(target, carry="embedding", slots="next_token", draft_vocab_size=5, **HEADS[head])
+    drafter = make_drafter(target, 2, carry="embedding", slots="next_token", draft_vocab_size=5, **HEADS[head])
     drafter.draft_vocab = torch.tensor([0, 1, 3, 6, 7])
     generation = Engine(target, drafter).generate(PROMPT, NEW)
     assert generation.tokens == continuation("llama")[:NEW]

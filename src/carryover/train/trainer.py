@@ -19,7 +19,6 @@ from typing import Any, Literal
 from zipfile import BadZipFile, ZipFile
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -255,11 +254,9 @@ class DecodeCheck(TrainerCallback):
         self.trainer.log({"decode_acceptance": tokens / max(rounds, 1)})
 
 
-def start_drafter(
-    recipe: Recipe, stage: Stage, target: Target, start: Path | None, dataset: Dataset | None = None
-) -> Drafter:
+def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | None) -> Drafter:
     """The drafter a stage begins with: fresh, or the given checkpoint, with the recipe's carry interface for
-    `carryover`. dataset: what a fresh one's draft vocabulary is counted in, if it has one."""
+    `carryover`."""
     if stage == "baseline":
         if start is not None:
             raise InputError(
@@ -268,11 +265,7 @@ def start_drafter(
         config = drafter_config(recipe, target)
         config.carry = "none"
         torch.manual_seed(recipe.seed)
-        drafter = Drafter(config)
-        if config.draft_vocab_size:
-            assert dataset is not None
-            drafter.draft_vocab = frequent_tokens(dataset, config.vocab_size, config.draft_vocab_size, target.stop_ids)
-        return drafter
+        return Drafter(config)
     if start is None:
         raise InputError(f"the {stage} stage needs the checkpoint it starts from; name it with --start.")
     drafter = load_drafter(start, target, dtype=torch.float32)
@@ -409,9 +402,12 @@ def train(
     if checkpoint is not None:
         check_checkpoint(checkpoint)  # damage is named before anything is written
     target = target or Target.load(recipe.target, dtype=recipe.target_dtype)
-    dataset = load_corpus(corpus or recipe.data.corpus, target, recipe.data)
-    drafter = start_drafter(recipe, stage, target, start, dataset)
+    drafter = start_drafter(recipe, stage, target, start)
     check_fits(drafter.config, target)
+    dataset = load_corpus(corpus or recipe.data.corpus, target, recipe.data)
+    if stage == "baseline" and drafter.config.draft_vocab_size:
+        config = drafter.config
+        drafter.draft_vocab = frequent_tokens(dataset, config.vocab_size, config.draft_vocab_size, target.stop_ids)
     rows = pack(dataset, recipe.data.sequence_length, recipe.seed)
 
     claim(out, run_record(recipe, stage, drafter, rows))
