@@ -16,14 +16,20 @@ from transformers import Cache
 
 
 class Window:
-    """Rows `starts[i] .. starts[i] + rows - 1` of slots `first + i`: where new keys and values go, what is read."""
+    """Rows `starts[i] .. starts[i] + rows - 1` of slots `first + i`: where new keys and values go, what is read.
 
-    def __init__(self, first: int, starts: list[int], rows: int, device: torch.device | None = None) -> None:
+    whole: read this many rows instead of only those up to the last one, so that shapes do not depend on `starts`.
+    """
+
+    def __init__(
+        self, first: int, starts: list[int], rows: int, device: torch.device | None = None, whole: int | None = None
+    ) -> None:
         self.slots = slice(first, first + len(starts))
         self.start = starts[0]
-        self.length = max(starts) + rows
+        self.whole = whole is not None
+        self.length = max(starts) + rows if whole is None else whole
         self.index = None
-        if any(start != self.start for start in starts):
+        if self.whole or any(start != self.start for start in starts):
             self.index = torch.tensor(starts, device=device)[:, None] + torch.arange(rows, device=device)
             self.index = self.index[:, None, :, None]
 
@@ -46,6 +52,17 @@ def grown(buffers: tuple[Tensor, Tensor], capacity: int) -> tuple[Tensor, Tensor
     return keys, values
 
 
+class LayerRows:
+    """What one layer needs of a `SlotCache` that is aimed, whichever number the layer has."""
+
+    def __init__(self, stored: tuple[Tensor, Tensor], window: Window) -> None:
+        self.stored, self.window = stored, window
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.window.write(self.stored, (keys, values))
+        return self.window.read(self.stored)
+
+
 class SlotCache(Cache):
     """The target's keys and values, buffers `[slots, G, capacity, hd]` per layer; `aim` before every forward.
 
@@ -59,10 +76,16 @@ class SlotCache(Cache):
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
         self.window = Window(0, [0], 0)
 
-    def aim(self, first: int, starts: list[int], rows: int, device: torch.device) -> int:
-        """The next forward writes `rows` rows from row `starts[i]` on into slot `first + i`; returns K."""
-        self.window = Window(first, starts, rows, device)
+    def aim(self, first: int, starts: list[int], rows: int, device: torch.device, whole: bool = False) -> int:
+        """The next forward writes `rows` rows from row `starts[i]` on into slot `first + i`; returns K.
+
+        whole: it reads all rows of the slots, as the compiled path does.
+        """
+        self.window = Window(first, starts, rows, device, self.capacity if whole else None)
         return self.window.length
+
+    def layer(self, layer: int) -> LayerRows:
+        return LayerRows(self.buffers[layer], self.window)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
