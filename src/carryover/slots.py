@@ -28,10 +28,10 @@ class Window:
         self.start = starts[0]
         self.whole = whole is not None
         self.length = max(starts) + rows if whole is None else whole
-        self.index = None
+        self.index = None  # of slots [b, 1] and rows [b, Q]
         if self.whole or any(start != self.start for start in starts):
-            self.index = torch.tensor(starts, device=device)[:, None] + torch.arange(rows, device=device)
-            self.index = self.index[:, None, :, None]
+            slots = torch.arange(first, first + len(starts), device=device)[:, None]
+            self.index = slots, torch.tensor(starts, device=device)[:, None] + torch.arange(rows, device=device)
 
     def write(self, stored: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
         """stored: `[slots, G, capacity, hd]`; new: `[b, G, rows, hd]`."""
@@ -39,7 +39,8 @@ class Window:
             if self.index is None:
                 buffer[self.slots, :, self.start : self.length] = rows
             else:
-                buffer[self.slots].scatter_(2, self.index.expand_as(rows), rows)
+                slots, places = self.index  # `index_put`, which a compiled function does in place
+                buffer[slots, :, places] = rows.transpose(1, 2)
 
     def read(self, stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         keys, values = stored
