@@ -57,7 +57,7 @@ class Compiled:
             except Exception as error:
                 # Whatever it is: what was written so far is written again, and a fault of the function itself returns.
                 Compiled.possible = False
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = " ".join((str(error) or type(error).__name__).split())[:200]
                 _say(f"torch.compile does not work here, so decoding goes on uncompiled ({reason}).")
         return self.function(*args, **kwargs)
 

@@ -175,7 +175,8 @@ class Engine:
             self.check(prompt)
         if not prompts:
             return
-        batch = self.new_batch(prompts, min(batch_size, len(prompts)))
+        slots = batch_size if self.compiles else min(batch_size, len(prompts))
+        batch = self.new_batch(prompts, slots)
         waiting, indices = iter(enumerate(prompts)), list[int]()
         while True:
             while len(indices) < batch.cache.slots and (following := next(waiting, None)):
