@@ -45,7 +45,7 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Any], cuda: bool) -> None:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, LIMIT)
-        options = {"triton.cudagraphs": cuda, "guard_filter_fn": _any_layer}
+        options: dict[str, Any] = {"triton.cudagraphs": cuda, "guard_filter_fn": _any_layer}
         self.function = function
         self.fast = torch.compile(function, dynamic=False, fullgraph=True, options=options)
 
