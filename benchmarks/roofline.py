@@ -63,14 +63,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--mask-token", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     target = Target.load(args.target, args.dtype)
     drafter, ids = random_drafter(target, args.layers, args.mask_token), prompt_ids(target)
 
     measured: dict[str, list[float]] = {"plain": [], "verification": [], "draft": [], "draft without carry": []}
     outside: list[float] = []
-    plain, engine, off = Engine(target), Engine(target, drafter), Engine(target, drafter, carry=False)
+    plain, engine = (Engine(target, one, compile=args.compile) for one in (None, drafter))
+    off = Engine(target, drafter, carry=False, compile=args.compile)
     batches = {}
+    for one in (plain, engine, off):
+        one.warm_up(Request(ids, 4), len(ids) + 17 * args.rounds)
     for name, one in (("plain", plain), ("carry", engine)):
         request = Request(ids, 17 * args.rounds)
         batches[name] = one.new_batch([request], 1)

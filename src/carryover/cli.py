@@ -94,6 +94,9 @@ DraftSamplingOption = Annotated[
     Literal["greedy", "probabilistic"],
     typer.Option("--draft-sampling", help="How proposals are chosen above temperature 0; both are lossless."),
 ]
+CompileOption = Annotated[
+    bool, typer.Option("--compile", help="Decode with torch.compile; where that is impossible, without, after a note.")
+]
 MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1)]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)]
 
@@ -239,6 +242,7 @@ def evaluate(
     template: TemplateOption = "{}",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
+    compile: CompileOption = False,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -254,7 +258,7 @@ def evaluate(
     sampling = Sampling(temperature, top_k, top_p, min_p)
     penalties = Penalties(repetition_penalty, presence_penalty, frequency_penalty, min_new_tokens)
     options = _template(template)
-    plan = Plan(max_new_tokens, sampling, draft_sampling, seed, carry_off, batch_size, penalties, options)
+    plan = Plan(max_new_tokens, sampling, draft_sampling, seed, carry_off, batch_size, penalties, options, compile)
     asked = load_prompts(prompts, task, limit, seed)
     loaded = _target(target, dtype, device)
     named = [os.path.normpath(path) for path in drafter or []]
@@ -331,6 +335,7 @@ def generate(
     template: TemplateOption = "{}",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
+    compile: CompileOption = False,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -357,7 +362,7 @@ def generate(
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
     draft = _drafter(drafter, loaded) if drafter else None
-    talk = Conversation(Engine(loaded, draft, sampling, draft_sampling, carry, penalties=penalties))
+    talk = Conversation(Engine(loaded, draft, sampling, draft_sampling, carry, penalties=penalties, compile=compile))
     replies: list[str] = []
     all_rounds: list[dict[str, Any]] = []
     for _ in prompt:

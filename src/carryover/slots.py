@@ -16,16 +16,22 @@ from transformers import Cache
 
 
 class Window:
-    """Rows `starts[i] .. starts[i] + rows - 1` of slots `first + i`: where new keys and values go, what is read."""
+    """Rows `starts[i] .. starts[i] + rows - 1` of slots `first + i`: where new keys and values go, what is read.
 
-    def __init__(self, first: int, starts: list[int], rows: int, device: torch.device | None = None) -> None:
+    whole: read this many rows instead of only those up to the last one, so that shapes do not depend on `starts`.
+    """
+
+    def __init__(
+        self, first: int, starts: list[int], rows: int, device: torch.device | None = None, whole: int | None = None
+    ) -> None:
         self.slots = slice(first, first + len(starts))
         self.start = starts[0]
-        self.length = max(starts) + rows
-        self.index = None
-        if any(start != self.start for start in starts):
-            self.index = torch.tensor(starts, device=device)[:, None] + torch.arange(rows, device=device)
-            self.index = self.index[:, None, :, None]
+        self.whole = whole is not None
+        self.length = max(starts) + rows if whole is None else whole
+        self.index = None  # of slots [b, 1] and rows [b, Q]
+        if self.whole or any(start != self.start for start in starts):
+            slots = torch.arange(first, first + len(starts), device=device)[:, None]
+            self.index = slots, torch.tensor(starts, device=device)[:, None] + torch.arange(rows, device=device)
 
     def write(self, stored: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
         """stored: `[slots, G, capacity, hd]`; new: `[b, G, rows, hd]`."""
@@ -33,7 +39,8 @@ class Window:
             if self.index is None:
                 buffer[self.slots, :, self.start : self.length] = rows
             else:
-                buffer[self.slots].scatter_(2, self.index.expand_as(rows), rows)
+                slots, places = self.index  # `index_put`, which a compiled function does in place
+                buffer[slots, :, places] = rows.transpose(1, 2)
 
     def read(self, stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         keys, values = stored
@@ -44,6 +51,17 @@ def grown(buffers: tuple[Tensor, Tensor], capacity: int) -> tuple[Tensor, Tensor
     """Larger copies of a layer's buffers, their new rows zero."""
     keys, values = (torch.nn.functional.pad(x, (0, 0, 0, capacity - x.shape[2])) for x in buffers)
     return keys, values
+
+
+class LayerRows:
+    """What one layer needs of a `SlotCache` that is aimed, whichever number the layer has."""
+
+    def __init__(self, stored: tuple[Tensor, Tensor], window: Window) -> None:
+        self.stored, self.window = stored, window
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.window.write(self.stored, (keys, values))
+        return self.window.read(self.stored)
 
 
 class SlotCache(Cache):
@@ -59,10 +77,16 @@ class SlotCache(Cache):
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
         self.window = Window(0, [0], 0)
 
-    def aim(self, first: int, starts: list[int], rows: int, device: torch.device) -> int:
-        """The next forward writes `rows` rows from row `starts[i]` on into slot `first + i`; returns K."""
-        self.window = Window(first, starts, rows, device)
+    def aim(self, first: int, starts: list[int], rows: int, device: torch.device, whole: bool = False) -> int:
+        """The next forward writes `rows` rows from row `starts[i]` on into slot `first + i`; returns K.
+
+        whole: it reads all rows of the slots, as the compiled path does.
+        """
+        self.window = Window(first, starts, rows, device, self.capacity if whole else None)
         return self.window.length
+
+    def layer(self, layer: int) -> LayerRows:
+        return LayerRows(self.buffers[layer], self.window)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from .attention import GROUPED
+from .compiled import compile_layers
 from .errors import InputError
 from .layer_ids import LayerIds
 from .rows import Rows, TargetRule, branch_rows, concat, context_rows, dense
@@ -68,7 +70,7 @@ class Target:
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer | None = None, name: str = "") -> None:
         """Wraps a loaded model. Raises InputError for a family whose masks and head are not known to be exact."""
         _check_family(model.config.model_type)
-        model.set_attn_implementation("sdpa")  # the masks of rows.py are boolean; eager attention would add them
+        model.set_attn_implementation(GROUPED)  # the masks of rows.py are boolean; eager attention would add them
         self.model = model.eval().requires_grad_(False)
         self.decoder: Any = getattr(model.model, "language_model", model.model)
         self.config = model.config.get_text_config()
@@ -201,14 +203,24 @@ class Target:
         return self.forward(tokens, cache, layer_ids)  # type: ignore[arg-type]
 
     def verify(
-        self, tokens: Tensor, cache: SlotCache, anchors: list[int], layer_ids: LayerIds | None = None
+        self,
+        tokens: Tensor,
+        cache: SlotCache,
+        anchors: list[int],
+        layer_ids: LayerIds | None = None,
+        compiled: bool = False,
     ) -> TargetOutput:
-        """Runs tokens `[b, Q]` of the requests in slots 0 to b-1, from position `anchors[i]` on, over what is there."""
-        length = cache.aim(0, anchors, tokens.shape[1], tokens.device)
+        """Runs tokens `[b, Q]` of the requests in slots 0 to b-1, from position `anchors[i]` on, over what is there.
+
+        compiled: for all slots, `b` of the cache, and over all rows there are (see `compiled.py`).
+        """
+        length = cache.aim(0, anchors, tokens.shape[1], tokens.device, compiled)
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         # The last block of a request may reach beyond the context; what it proposes there is never emitted.
         positions = (torch.tensor(anchors, device=tokens.device)[:, None] + steps).clamp(max=self.max_length - 1)
-        if len(anchors) == 1:  # ordinary continuation, for which transformers needs no mask or makes the same one
+        if compiled:
+            compile_layers(self.decoder.layers, tokens.is_cuda)
+        elif len(anchors) == 1:  # ordinary continuation, for which transformers needs no mask or makes the same one
             return self.forward(tokens, cache, layer_ids, positions)  # type: ignore[arg-type]
         rows = torch.arange(length, device=tokens.device).expand(len(anchors), -1)
         queries, keys = (context_rows(p, torch.zeros_like(p)) for p in (positions, rows))

@@ -26,6 +26,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from ..compiled import Compiled, bucket, draft_block
 from ..drafter.modeling import Drafter
 from ..errors import InputError
 from ..rows import block_rows, draft_rows
@@ -112,11 +113,13 @@ class Engine:
         carry: bool = True,
         timed: bool | None = None,
         penalties: Penalties = Penalties(),
+        compile: bool = False,
     ) -> None:
         """drafter: None decodes plainly. draft_sampling: how to choose proposals above temperature 0, see `verify.py`.
 
         carry: False ignores the drafter's carry interface. timed: fill in the times of every round, which makes it wait
-        three times for an accelerator; None times on the CPU only. Raises InputError for an unknown draft_sampling.
+        three times for an accelerator; None times on the CPU only. compile: decode with compiled models where that is
+        possible (see `compiled.py`); prompts are read uncompiled. Raises InputError for an unknown draft_sampling.
         """
         if draft_sampling not in get_args(DraftSampling):
             raise InputError(f"draft_sampling must be greedy or probabilistic, got {draft_sampling!r}.")
@@ -130,6 +133,8 @@ class Engine:
         self.layer_ids = drafter.config.layer_ids if drafter is not None else None
         self.proposals = drafter.config.num_proposals if drafter is not None else 0
         self.draft_head = target.head_of(drafter.draft_vocab if drafter is not None else None)
+        self.compile = compile
+        self._draft_block = Compiled(draft_block, target.device.type == "cuda") if compile else draft_block
 
     # ---- what users call -------------------------------------------------------------------------------------------
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, seed: int = 0) -> Generation:
@@ -171,7 +176,8 @@ class Engine:
             self.check(prompt)
         if not prompts:
             return
-        batch = self.new_batch(prompts, min(batch_size, len(prompts)))
+        slots = batch_size if self.compiles else min(batch_size, len(prompts))
+        batch = self.new_batch(prompts, slots)
         waiting, indices = iter(enumerate(prompts)), list[int]()
         while True:
             while len(indices) < batch.cache.slots and (following := next(waiting, None)):
@@ -228,14 +234,14 @@ class Engine:
         before: an empty batch of as many slots whose rows are kept; it is returned itself where it is large enough.
         """
         device, p = self.target.device, self.proposals
-        capacity = max(len(prompt.ids) + self.check(prompt) for prompt in prompts) + p + 1
+        limits = [self.check(prompt) for prompt in prompts]
+        if self.compiles:  # all rows there are get read, so room for the responses is made when they need it
+            capacity = bucket(max(len(prompt.ids) for prompt in prompts) + p + 1)
+        else:
+            capacity = max(len(prompt.ids) + limit for prompt, limit in zip(prompts, limits, strict=True)) + p + 1
         if before is not None:
             before.requests.clear()
-            if before.cache.capacity < capacity:
-                capacity = max(capacity, 2 * before.cache.capacity)
-                before.cache.grow(capacity)
-                if before.draft_cache is not None and self.drafter is not None:
-                    before.draft_cache.grow(capacity + self.drafter.config.block_size)
+            self._make_room(before, capacity)
             return before
         batch = Batch(torch.zeros(slots, dtype=torch.long, device=device), SlotCache(slots, capacity))
         if self.drafter is not None:
@@ -244,6 +250,29 @@ class Engine:
             width = len(config.layer_ids) * self.target.hidden_size
             batch.features = torch.zeros(slots, p + 1, width, dtype=dtype, device=device)
         return batch
+
+    def _make_room(self, batch: Batch, capacity: int) -> None:
+        """Lets every slot hold so many rows, or twice as many as before where that is more."""
+        if batch.cache.capacity < capacity:
+            capacity = max(capacity, 2 * batch.cache.capacity)
+            batch.cache.grow(capacity)
+            if batch.draft_cache is not None and self.drafter is not None:
+                batch.draft_cache.grow(capacity + self.drafter.config.block_size)
+
+    @property
+    def compiles(self) -> bool:
+        return self.compile and Compiled.possible
+
+    def warm_up(self, prompt: Request, longest: int, slots: int = 1) -> None:
+        """Compiles whatever decoding up to `longest` tokens, prompt and response, needs; nothing without `compile`."""
+        capacity = 0
+        while self.compiles and capacity < longest + self.proposals + 1:
+            batch = self.new_batch([prompt], slots)
+            self._make_room(batch, capacity := max(bucket(capacity + 1), batch.cache.capacity))
+            if not self.join(batch, prompt, Generation(len(prompt.ids))):
+                return
+            for _ in range(2):
+                self.round(batch)
 
     @torch.no_grad()
     def join(self, batch: Batch, prompt: Request, generation: Generation, start: int = 0) -> bool:
@@ -286,6 +315,7 @@ class Engine:
         share = 1 / len(batch.requests)
         started = time.perf_counter()
         before = [(request.anchor, request.carried) for request in batch.requests]
+        self._make_room(batch, max(batch.anchors) + self.proposals + 1)
         began = self._clock()
         proposals, q = self.draft(batch)
         drafted = self._clock()
@@ -315,7 +345,7 @@ class Engine:
         tokens = batch.tokens[: len(batch.requests)]
         if self.drafter is None:
             return tokens.new_empty(len(tokens), 0), None
-        hidden = self.draft_states(batch)
+        hidden = self.draft_states(batch)[: len(tokens)]
         generators, history = [r.generator for r in batch.requests], self._history(batch.requests)
         vocabulary = self.drafter.draft_vocab
         chooser = Chooser(self.sampling, self.draft_sampling, generators, history, vocabulary, self.target.vocab_size)
@@ -323,27 +353,29 @@ class Engine:
         return proposals, chooser.probabilities
 
     def draft_states(self, batch: Batch) -> Tensor:
-        """The drafter's blocks at the anchors, `[b, B, D]`; takes in the rows of the last verification first."""
-        drafter, cache, requests = self.drafter, batch.draft_cache, batch.requests
+        """The drafter's blocks at the anchors, `[b, B, D]`, or of all slots where it is compiled; takes in the rows of
+        the last verification first."""
+        drafter, cache, compiled = self.drafter, batch.draft_cache, self.compiles
         assert drafter is not None and cache is not None and batch.features is not None
         device, p, size = self.target.device, self.proposals, drafter.config.block_size
-        base, anchor, carried = torch.tensor(
-            [[r.base for r in requests], [r.anchor for r in requests], [r.carried for r in requests]], device=device
-        )
+        places = [(r.base, r.anchor, r.carried) for r in batch.requests]
+        if compiled:
+            places += [(0, 0, 0)] * (batch.cache.slots - len(places))  # empty slots; whatever is written there
+        base, anchor, carried = torch.tensor(places, device=device).T
         positions = base[:, None] + torch.arange(p + 1, device=device)
-        features = batch.features[: len(requests)]
-        rejected = positions >= anchor[:, None]
-        rows = drafter.carried(features, rejected) if self.carries else drafter.context(features)
-        cache.write(drafter.key_values(rows, positions), 0, [r.base for r in requests])
+        rejected = positions >= anchor[:, None] if self.carries else None
+        rows = cache.rows([b for b, _, _ in places], p + 1, compiled)
 
-        length = cache.aim([r.anchor + r.carried for r in requests], size)
-        block = drafter.block_tokens(batch.tokens[: len(requests)])
+        length = cache.aim([a + c for _, a, c in places], size, compiled)
+        block = drafter.block_tokens(batch.tokens[: len(places)])
         queries = block_rows(anchor[:, None], torch.zeros_like(anchor)[:, None], size)
         masks = None  # of a single request the block sees every row there is
-        if len(requests) > 1 or "sliding_attention" in (drafter.config.layer_types or ()):
+        if compiled or len(places) > 1 or "sliding_attention" in (drafter.config.layer_types or ()):
             masks = drafter.masks(queries, draft_rows(length, base, anchor, carried, size))
         embeds = self.target.embed(block).to(drafter.dtype)
-        return drafter.block(embeds, queries.position, cache, masks)
+        features = batch.features[: len(places)]
+        draft = self._draft_block if compiled else draft_block
+        return draft(drafter, features, rejected, positions, rows, embeds, queries.position, masks, cache)
 
     def _history(self, requests: list[Active]) -> History | None:
         """None where no request has a processor."""
@@ -360,15 +392,18 @@ class Engine:
         Returns per request the proposals, n, and the correction or bonus; and the target's logits `[b, P+1, V]`.
         """
         requests = batch.requests
-        tokens = torch.cat((batch.tokens[: len(requests), None], proposals), dim=1)
-        out = self.target.verify(tokens, batch.cache, batch.anchors, self.layer_ids)
-        logits, generators = self.target.head(out.hidden), [request.generator for request in requests]
+        tokens, anchors = torch.cat((batch.tokens[: len(requests), None], proposals), dim=1), batch.anchors
+        if compiled := self.compiles:
+            empty = batch.cache.slots - len(requests)
+            tokens, anchors = torch.nn.functional.pad(tokens, (0, 0, 0, empty)), anchors + [0] * empty
+        out = self.target.verify(tokens, batch.cache, anchors, self.layer_ids, compiled)
+        logits, generators = self.target.head(out.hidden[: len(requests)]), [request.generator for request in requests]
         if history := self._history(requests):
             logits = history.rows(logits, proposals)
         verdict = verify(proposals, logits, self.sampling, q, generators)
         batch.tokens[: len(requests)] = verdict.next_token
         if batch.features is not None and out.features is not None:
-            batch.features[: len(requests)] = out.features
+            batch.features[: len(requests)] = out.features[: len(requests)]
         verdicts = []
         for row, request in zip(
             torch.cat((proposals, verdict.accepted[:, None], verdict.next_token[:, None]), 1).tolist(),

@@ -36,15 +36,20 @@ class DraftCache:
         ]
         self.window = Window(0, [0], 0)
 
+    def rows(self, starts: list[int], rows: int, whole: bool = False) -> Window:
+        """Rows `starts[i] ..` of slots 0, 1, ...; whole: of which all are read, as the compiled path does."""
+        keys = self.layers[0][0]
+        return Window(0, starts, rows, keys.device, keys.shape[2] if whole else None)
+
     def write(self, kv: LayerKeyValues, first: int, starts: list[int]) -> None:
         """Writes rows `[b, G, rows, hd]` of each layer into slots `first..`, from row `starts[i]` on."""
         window = Window(first, starts, kv[0][0].shape[2], kv[0][0].device)
         for stored, new in zip(self.layers, kv, strict=True):
             window.write(stored, new)
 
-    def aim(self, starts: list[int], rows: int) -> int:
+    def aim(self, starts: list[int], rows: int, whole: bool = False) -> int:
         """Where the block's rows of slots 0, 1, ... go; returns how many rows of a slot the block reads."""
-        self.window = Window(0, starts, rows, self.layers[0][0].device)
+        self.window = self.rows(starts, rows, whole)
         return self.window.length
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

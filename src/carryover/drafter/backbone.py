@@ -24,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
+from ..attention import grouped_attention
 from .config import DrafterConfig
 
 Rope = tuple[Tensor, Tensor]
@@ -102,6 +103,8 @@ class Attention(nn.Module):
         if isinstance(mask, BlockMask):
             attend: Any = _fused_flex_attention() if queries.is_cuda else flex_attention
             out = attend(queries, keys, values, block_mask=mask, enable_gqa=gqa)
+        elif gqa and mask is not None:
+            out = grouped_attention(queries, keys, values, mask)
         else:
             out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=gqa)
         assert isinstance(out, Tensor)

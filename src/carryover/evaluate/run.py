@@ -58,6 +58,7 @@ class Plan:
     batch_size: int = 1
     penalties: Penalties = field(default_factory=Penalties)
     template: dict[str, Any] = field(default_factory=dict)
+    compile: bool = False
 
 
 class Method(NamedTuple):
@@ -94,7 +95,10 @@ def evaluate(
     session = open_session(out / "settings.json", settings, target, unfinished=len(done) < len(prompts))
     session["skipped_prompts"] = skipped
     if len(done) < len(prompts):
+        longest = max(len(ids_of(target, plan, prompt.turns)) for prompt in prompts) + plan.max_new_tokens
         for method in methods:
+            first = Request(ids_of(target, plan, prompts[0].turns), WARM_UP_TOKENS)
+            method.engine.warm_up(first, min(longest, target.max_length), plan.batch_size)
             method.engine.generate(ids_of(target, plan, prompts[0].turns), min(plan.max_new_tokens, WARM_UP_TOKENS))
     with counted(len(prompts), len(done), progress) as advance:
         size = 1 if plan.batch_size == 1 else PROMPTS_PER_ROW * plan.batch_size
@@ -116,7 +120,8 @@ def methods_of(target: Target, drafters: Mapping[str, Drafter], plan: Plan) -> l
     """Plain decoding, then the drafters; a drafter without its carry comes right before itself with carry."""
 
     def engine(drafter: Drafter | None, carry: bool = False) -> Engine:
-        return Engine(target, drafter, plan.sampling, plan.draft_sampling, carry, timed=True, penalties=plan.penalties)
+        how = plan.sampling, plan.draft_sampling, carry
+        return Engine(target, drafter, *how, timed=True, penalties=plan.penalties, compile=plan.compile)
 
     methods = [Method(PLAIN, engine(None))]
     for name, (path, drafter) in zip(short_names(list(drafters)), drafters.items(), strict=True):
@@ -208,7 +213,7 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any] | Non
         return None
     try:
         record = json.loads(path.read_text())
-        before, _ = record["settings"], record["environment"]["sessions"]
+        before, _ = {"compile": False} | record["settings"], record["environment"]["sessions"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged; restore it, or name another --out.") from error
     changed = [k for k, v in settings.items() if before.get(k) != json.loads(json.dumps(v))]
@@ -297,6 +302,7 @@ def results_of(
         "temperature": plan.sampling.temperature,
         "max_new_tokens": plan.max_new_tokens,
         "batch_size": plan.batch_size,
+        "compile": plan.compile,
         "seed": plan.seed,
         "sampling": asdict(plan.sampling),
         "penalties": asdict(plan.penalties),
