@@ -44,11 +44,16 @@ def bandwidth() -> float:
 
 
 def matrix_seconds(shapes: list[tuple[int, int]], rows: int, dtype: torch.dtype) -> float:
-    """Seconds of the products `[rows, i] x [i, o]`, each kind of shape timed alone on weights in cache, summed."""
+    """Seconds of the products `[rows, i] x [i, o]`, each kind of shape timed alone on weights in cache, summed; the
+    weights stored by output or by input, whichever is quicker."""
     total = 0.0
     for shape in set(shapes):
         x, w = torch.randn(rows, shape[0], dtype=dtype), torch.randn(shape[1], shape[0], dtype=dtype)
-        total += shapes.count(shape) * median_seconds(lambda x=x, w=w: nn.functional.linear(x, w), 15)  # type: ignore[misc]
+        stored = (w, w.t().contiguous().t())
+        total += shapes.count(shape) * min(
+            median_seconds(lambda x=x, w=w: nn.functional.linear(x, w), 15)  # type: ignore[misc]
+            for w in stored
+        )
     return total
 
 
@@ -63,10 +68,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--mask-token", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--draft-vocab", type=int, help="tokens that can be proposed; default: all")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     target = Target.load(args.target, args.dtype)
-    drafter, ids = random_drafter(target, args.layers, args.mask_token), prompt_ids(target)
+    drafter, ids = random_drafter(target, args.layers, args.mask_token, args.draft_vocab), prompt_ids(target)
 
     measured: dict[str, list[float]] = {"plain": [], "verification": [], "draft": [], "draft without carry": []}
     outside: list[float] = []
@@ -121,6 +127,7 @@ def main() -> None:
 
     size = torch.finfo(target.dtype).bits // 8
     vocabulary = [(target.hidden_size, target.vocab_size)]
+    proposed = [(target.hidden_size, args.draft_vocab or target.vocab_size)]
     rows = len(ids) + 8 * args.rounds  # cached, in the middle of the measurement
     config = target.config
     per_row = (
@@ -132,7 +139,7 @@ def main() -> None:
     parts = {
         "plain": (decoder + vocabulary, 1, rows * per_row * target.num_layers),
         "verification": (decoder + vocabulary, p + 1, rows * per_row * target.num_layers),
-        "draft": (draft + fusion + vocabulary, p + 1, rows * per_row * args.layers),
+        "draft": (draft + fusion + proposed, p + 1, rows * per_row * args.layers),
     }
     table: dict[str, dict[str, float]] = {}
     for name, (shapes, width, cached) in parts.items():

@@ -26,6 +26,7 @@ from .attention import GROUPED
 from .compiled import compile_layers
 from .errors import InputError
 from .layer_ids import LayerIds
+from .layout import store_by_input, tall_product
 from .rows import Rows, TargetRule, branch_rows, concat, context_rows, dense
 from .slots import SlotCache
 
@@ -105,7 +106,9 @@ class Target:
                 f"the target {str(name)!r} lacks {len(missing)} weights (the first is {missing[0]}); "
                 "its files are incomplete or do not belong to its config."
             )
-        return cls(model, tokenizer, str(name))
+        target = cls(model, tokenizer, str(name))
+        store_by_input(target.decoder)
+        return target
 
     # ---- what it is ------------------------------------------------------------------------------------------------
     @property
@@ -161,9 +164,11 @@ class Target:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Normed states `[..., D]` to logits `[..., V]`. Gradient flows to `hidden`, the weights are frozen."""
-        return self._capped(self.model.get_output_embeddings()(hidden))
+        head = self.model.get_output_embeddings()
+        return self._logits(hidden, head.weight, getattr(head, "bias", None))
 
-    def _capped(self, logits: Tensor) -> Tensor:
+    def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        logits = tall_product(hidden, weight, bias)
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -177,7 +182,7 @@ class Target:
         head = self.model.get_output_embeddings()
         rows = head.weight[vocabulary.to(head.weight.device)]
         bias = None if getattr(head, "bias", None) is None else head.bias[vocabulary.to(head.weight.device)]
-        return lambda hidden: self._capped(nn.functional.linear(hidden.to(self.dtype), rows, bias))
+        return lambda hidden: self._logits(hidden.to(self.dtype), rows, bias)
 
     def new_cache(self) -> Cache:
         """An empty cache that keeps all rows of all layers."""

@@ -88,6 +88,7 @@ class Batch:
     def anchors(self) -> list[int]:
         return [request.anchor for request in self.requests]
 
+    @torch.inference_mode()
     def leave(self, slot: int) -> None:
         """Takes a request out; the last one moves into its slot."""
         last = len(self.requests) - 1
@@ -274,7 +275,7 @@ class Engine:
             for _ in range(2):
                 self.round(batch)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def join(self, batch: Batch, prompt: Request, generation: Generation, start: int = 0) -> bool:
         """Runs a prompt in the first free slot and chooses its first token, the first anchor.
 
@@ -308,7 +309,7 @@ class Engine:
         generation.prefill_seconds = generation.seconds = time.perf_counter() - began
         return goes_on
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def round(self, batch: Batch) -> list[Round]:
         """Drafts, verifies and commits once for every request. Rounds are not cut at the end of the response; their
         times are each request's share."""
@@ -336,7 +337,7 @@ class Engine:
             for (anchor, carried), (proposed, accepted, token) in zip(before, verdicts, strict=True)
         ]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def draft(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Proposals `[b, P]` for the anchors, and the distributions `[b, P, V]` they were drawn from, if any.
 
@@ -383,7 +384,7 @@ class Engine:
             return None
         return History([r.ids for r in requests], [r.processors for r in requests], self.target.device)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def commit(
         self, batch: Batch, proposals: Tensor, q: Tensor | None = None
     ) -> tuple[list[tuple[list[int], int, int]], Tensor]:

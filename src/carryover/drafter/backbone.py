@@ -21,7 +21,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
 )
 
 from ..attention import grouped_attention
@@ -70,6 +69,13 @@ class DraftRotaryEmbedding(Qwen3RotaryEmbedding):
         return self
 
 
+def rotate(heads: Tensor, rope: Rope) -> Tensor:
+    """`[b, heads, rows, hd]` turned by the angles `[b, rows, hd]`: dimension i together with dimension i + hd/2."""
+    cos, sin = (angles[:, None] for angles in rope)
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat((-second, first), dim=-1) * sin
+
+
 class Attention(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -88,13 +94,13 @@ class Attention(nn.Module):
     def key_values(self, rows: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Rows `[b, K, D]` to their keys and values `[b, G, K, hd]`."""
         keys = self.k_norm(self.k_proj(rows).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        _, keys = apply_rotary_pos_emb(keys, keys, *rope)
+        keys = rotate(keys, rope)
         return keys, self._heads(self.v_proj(rows))
 
     def queries(self, block: Tensor, rope: Rope) -> Tensor:
         """Block rows `[b, B, D]` to their queries `[b, H, B, hd]`."""
         queries = self.q_norm(self.q_proj(block).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        return apply_rotary_pos_emb(queries, queries, *rope)[0]
+        return rotate(queries, rope)
 
     def forward(self, block: Tensor, rope: Rope, layer: int, kv: KeyValues, mask: Mask) -> Tensor:
         queries = self.queries(block, rope)

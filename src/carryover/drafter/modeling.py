@@ -195,6 +195,13 @@ class Drafter(PreTrainedModel):
         return self.confidence_head(hidden, self.markov_head.markov_w1(previous) if with_markov else None)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
+    def save_pretrained(  # type: ignore[override]
+        self, folder: Any, is_main_process: bool = True, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        """As transformers does, however the weights lie in memory."""
+        tensors = {name: tensor.contiguous() for name, tensor in (state_dict or self.state_dict()).items()}
+        super().save_pretrained(folder, is_main_process, tensors, **kwargs)
+
     @classmethod
     def from_tensors(cls, config: DrafterConfig, tensors: dict[str, Tensor]) -> Drafter:
         """A drafter made of exactly these tensors, in their dtype and in evaluation mode.

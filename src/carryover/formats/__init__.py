@@ -19,6 +19,7 @@ from torch import Tensor
 from ..drafter.config import DrafterConfig
 from ..drafter.modeling import Drafter
 from ..errors import InputError
+from ..layout import store_by_input
 from . import deepspec, sidecar, speculators, zlab
 from .files import WEIGHTS, dtype_name, locate, read_json, read_tensors, write_json, write_safetensors
 
@@ -63,7 +64,9 @@ def load_drafter(
         _check_embedding(checkpoint, target)
         check_fits(config, target)
     drafter: Any = Drafter.from_tensors(config, checkpoint.tensors)  # Any: transformers hides the types of `to`
-    return drafter.to(device=device, dtype=dtype or drafter.dtype)
+    drafter = drafter.to(device=device, dtype=dtype or drafter.dtype)
+    store_by_input(drafter)
+    return drafter
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
