@@ -77,6 +77,8 @@ class Target:
         self.config = model.config.get_text_config()
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path
+        self.device: torch.device = model.device  # asking the model walks its weights
+        self.dtype: torch.dtype = model.dtype
 
     @classmethod
     def load(cls, name: str | Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu") -> Target:
@@ -127,14 +129,6 @@ class Target:
     @property
     def max_length(self) -> int:
         return self.config.max_position_embeddings
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -18,7 +18,8 @@ from carryover.decode.engine import Engine, Request
 
 @pytest.fixture(autouse=True)
 def possible(monkeypatch):
-    """Small buckets, and whatever a test finds impossible is possible again for the next one."""
+    """Small buckets, nothing compiled yet, and what one test finds impossible is possible again for the next one."""
+    torch._dynamo.reset()
     monkeypatch.setattr(compiled, "SMALLEST", 32)
     monkeypatch.setattr(Compiled, "possible", True)
 

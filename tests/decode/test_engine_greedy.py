@@ -132,7 +132,7 @@ def test_drawn_drafts_do_not_change_greedy_output(head):
 )
 def test_target_and_drafter_of_different_precision(target_dtype, draft_dtype):
     target = tiny_target("llama", 8, 3, SEEDS["llama"], eos_token_id=None, tie_word_embeddings=False)
-    target.model.to(target_dtype)
+    target = Target(target.model.to(target_dtype), target.tokenizer)
     drafter = make_drafter(target, carry="embedding", markov_rank=4).to(draft_dtype)
     generation = Engine(target, drafter).generate(PROMPT, 8)
     assert len(generation.tokens) == 8

@@ -134,6 +134,7 @@ class Engine:
         self.layer_ids = drafter.config.layer_ids if drafter is not None else None
         self.proposals = drafter.config.num_proposals if drafter is not None else 0
         self.draft_head = target.head_of(drafter.draft_vocab if drafter is not None else None)
+        self.draft_dtype = target.dtype if drafter is None else drafter.dtype  # asking a model walks its weights
         self.compile = compile
         self._draft_block = Compiled(draft_block, target.device.type == "cuda") if compile else draft_block
 
@@ -246,7 +247,7 @@ class Engine:
             return before
         batch = Batch(torch.zeros(slots, dtype=torch.long, device=device), SlotCache(slots, capacity))
         if self.drafter is not None:
-            config, dtype = self.drafter.config, self.drafter.dtype
+            config, dtype = self.drafter.config, self.draft_dtype
             batch.draft_cache = DraftCache(config, slots, capacity + config.block_size, dtype, device)
             width = len(config.layer_ids) * self.target.hidden_size
             batch.features = torch.zeros(slots, p + 1, width, dtype=dtype, device=device)
@@ -295,7 +296,7 @@ class Engine:
         first = int(batch.tokens[slot])
         if self.drafter is not None:
             assert batch.draft_cache is not None and batch.features is not None and out.features is not None
-            rows = self.drafter.context(out.features.to(self.drafter.dtype))
+            rows = self.drafter.context(out.features.to(self.draft_dtype))
             kv = self.drafter.key_values(rows, torch.arange(start, length, device=device)[None])
             batch.draft_cache.write(kv, slot, [start])
             batch.features[slot] = 0
@@ -369,14 +370,15 @@ class Engine:
 
         length = cache.aim([a + c for _, a, c in places], size, compiled)
         block = drafter.block_tokens(batch.tokens[: len(places)])
-        queries = block_rows(anchor[:, None], torch.zeros_like(anchor)[:, None], size)
+        at = anchor[:, None] + torch.arange(size, device=device)
         masks = None  # of a single request the block sees every row there is
         if compiled or len(places) > 1 or "sliding_attention" in (drafter.config.layer_types or ()):
+            queries = block_rows(anchor[:, None], torch.zeros_like(anchor)[:, None], size)
             masks = drafter.masks(queries, draft_rows(length, base, anchor, carried, size))
-        embeds = self.target.embed(block).to(drafter.dtype)
+        embeds = self.target.embed(block).to(self.draft_dtype)
         features = batch.features[: len(places)]
         draft = self._draft_block if compiled else draft_block
-        return draft(drafter, features, rejected, positions, rows, embeds, queries.position, masks, cache)
+        return draft(drafter, features, rejected, positions, rows, embeds, at, masks, cache)
 
     def _history(self, requests: list[Active]) -> History | None:
         """None where no request has a processor."""
