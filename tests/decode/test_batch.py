@@ -114,6 +114,7 @@ def test_refusals_come_before_anything_is_decoded(monkeypatch):
     assert list(engine.generate_many([], 4)) == []
 
 
+@torch.inference_mode()  # the engine's own: caches are written in place
 def test_nothing_of_a_request_is_left_in_its_slot():
     """NaN in everything a finished request wrote must not reach the next one."""
     target = small("gemma3_text")

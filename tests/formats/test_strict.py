@@ -83,7 +83,7 @@ def without(key):
         ("zlab_dflash", in_dflash(mask_token_id=97), "mask_token_id 97 is no row"),
         ("zlab_dflash", in_dflash(mask_token_id=None), "lacks 'mask_token_id'"),
         ("speculators_dflash", set_keys(speculators_model_type="eagle3"), "'eagle3' are not supported"),
-        ("speculators_dflash", set_keys(draft_vocab_size=32), "the draft vocabulary of 32 tokens needs a tensor d2t"),
+        ("speculators_dflash", set_keys(draft_vocab_size=32), "draft vocabulary of 32 tokens needs a tensor d2t"),
         ("speculators_dflash", set_keys(attention_gate=True), "'attention_gate', which is not understood"),
         ("speculators_dflash", set_keys(aux_hidden_state_layer_ids=None), "lacks 'aux_hidden_state_layer_ids'"),
         ("speculators_dflash", set_keys(mask_token_id=None), "lacks 'mask_token_id'"),

@@ -364,9 +364,11 @@ class Engine:
         if compiled:
             places += [(0, 0, 0)] * (batch.cache.slots - len(places))  # empty slots; whatever is written there
         base, anchor, carried = torch.tensor(places, device=device).T
-        positions = base[:, None] + torch.arange(p + 1, device=device)
+        # Of a verification's rows only those that some request reads: without carry, the committed ones.
+        count = p + 1 if compiled else max(1, *(a + c - b for b, a, c in places))
+        positions = base[:, None] + torch.arange(count, device=device)
         rejected = positions >= anchor[:, None] if self.carries else None
-        rows = cache.rows([b for b, _, _ in places], p + 1, compiled)
+        rows = cache.rows([b for b, _, _ in places], count, compiled)
 
         length = cache.aim([a + c for _, a, c in places], size, compiled)
         block = drafter.block_tokens(batch.tokens[: len(places)])
@@ -376,7 +378,7 @@ class Engine:
             queries = block_rows(anchor[:, None], torch.zeros_like(anchor)[:, None], size)
             masks = drafter.masks(queries, draft_rows(length, base, anchor, carried, size))
         embeds = self.target.embed(block).to(self.draft_dtype)
-        features = batch.features[: len(places)]
+        features = batch.features[: len(places), :count]
         draft = self._draft_block if compiled else draft_block
         return draft(drafter, features, rejected, positions, rows, embeds, at, masks, cache)
 
