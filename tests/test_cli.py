@@ -166,6 +166,7 @@ def test_convert_to_fewer_tokens(files: Files, tmp_path: Path) -> None:
     command = ["convert", files.carry, tmp_path / "few", "--to", "carryover", "--draft-vocab", 3]
     assert "needs --target and --corpus" in call(*command, code=2)
     assert "more than the target's 96" in call(*command[:-1], 97, "--target", files.target, "--corpus", corpus, code=2)
+    assert "name --draft-vocab too" in call(*command[:-2], "--corpus", corpus, code=2)
     call(*command, "--target", files.target, "--corpus", corpus)
     kept = load_drafter(tmp_path / "few").draft_vocab
     assert kept is not None and kept.tolist() == [2, 9, 12]  # the end token and the two most frequent ones

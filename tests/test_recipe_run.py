@@ -77,13 +77,26 @@ def test_a_given_corpus_is_not_recorded(settings: dict[str, Any], target: Target
     assert [r["overall"]["acceptance_length"] for r in runs[0]] == [r["overall"]["acceptance_length"] for r in runs[1]]
 
 
-def test_what_cannot_be_run_is_said_before_anything_is_done(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_what_cannot_be_run_is_said_before_anything_is_done(
+    settings: dict[str, Any], target: Target, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=r"evaluate\.prompts is empty"):
         plan(Recipe.model_validate({**settings, "evaluate": {}}))
     missing = {**settings, "evaluate": {"prompts": str(tmp_path / "missing.jsonl")}}
     with pytest.raises(InputError, match=r"missing\.jsonl"):  # not after hours of training
         run(Recipe.model_validate(missing), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    typo = {**settings, "record": {**settings["record"], "prompts": str(tmp_path / "nope.jsonl")}}
+    with pytest.raises(InputError, match=r"nope\.jsonl"):
+        run(Recipe.model_validate(typo), tmp_path / "out")
+    too_many = {**settings, "drafter": {**settings["drafter"], "draft_vocab_size": 41}}
+    with pytest.raises(InputError, match="more than the target's 40"):
+        run(Recipe.model_validate(too_many), tmp_path / "out", target=target)
+    assert not (tmp_path / "out").exists()  # so that the mended recipe may use it
+    with pytest.raises(InputError, match=r"carry\.interface is none"):
+        plan(Recipe.model_validate({**settings, "carry": {"interface": "none"}}))
+    assert module.missing(Recipe.model_validate(typo)) == [str(tmp_path / "nope.jsonl")]
+    assert module.missing(Recipe.model_validate(settings)) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="is a file"):
         run(Recipe.model_validate(settings), tmp_path / "file")

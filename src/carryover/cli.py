@@ -127,7 +127,7 @@ def run(
 ) -> None:
     """Record, train a baseline, its control and its Carryover, decode held-out prompts with all, report. Resumable."""
     from .config import Recipe
-    from .run import plan
+    from .run import missing, plan
     from .run import run as run_recipe
 
     _quiet()
@@ -135,6 +135,8 @@ def run(
     if dry_run:
         for number, title in enumerate(plan(resolved), 1):
             typer.echo(f"{number}. {title}")
+        for path in missing(resolved):
+            typer.echo(f"note: there is no {path} yet")
         return
     typer.echo(f"the report: {run_recipe(resolved, out)}")
 
@@ -486,9 +488,11 @@ def convert(
         int | None, typer.Option(min=1, help="Propose only so many tokens, the most frequent of --corpus.")
     ] = None,
     corpus: Annotated[list[str] | None, typer.Option(help="Recorded responses; repeatable.")] = None,
+    template: TemplateOption = "{}",
     debug: DebugOption = False,
 ) -> None:
     """Rewrite a drafter checkpoint in another format, or with a smaller draft vocabulary."""
+    from .config import DataConfig
     from .data.corpus import frequent_tokens, load_corpus
     from .formats import load_drafter, save_drafter
 
@@ -497,12 +501,16 @@ def convert(
         raise InputError(f"{out} exists already and nothing is overwritten; name a new folder.")
     loaded = _target(target) if target else None
     drafter = load_drafter(source, loaded)
+    if corpus and draft_vocab is None:
+        raise InputError("--corpus is what --draft-vocab counts tokens in; name --draft-vocab too.")
     if draft_vocab is not None:
         if loaded is None or not corpus:
             raise InputError("--draft-vocab counts tokens, so it needs --target and --corpus (recorded responses).")
         if draft_vocab > loaded.vocab_size:
             raise InputError(f"--draft-vocab {draft_vocab} is more than the target's {loaded.vocab_size} tokens.")
-        dataset = load_corpus(corpus, loaded, quiet=True)
+        longest = loaded.max_length
+        data = DataConfig(template=_template(template), max_length=longest, sequence_length=longest)
+        dataset = load_corpus(corpus, loaded, data, quiet=True)
         drafter = drafter.restricted(frequent_tokens(dataset, loaded.vocab_size, draft_vocab, loaded.stop_ids))
     save_drafter(drafter, out, to, loaded)
     typer.echo(f"{out} holds the drafter in the {to} format")

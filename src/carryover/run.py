@@ -19,8 +19,8 @@ from typing import NamedTuple
 import yaml
 from rich.console import Console
 
-from .config import Recipe, Stage, StageConfig
-from .data.prompts import Prompt, load_prompts
+from .config import Recipe, Stage, StageConfig, drafter_config
+from .data.prompts import SUITES, Prompt, load_prompts
 from .data.record import record
 from .decode.sampling import Sampling
 from .errors import InputError
@@ -32,7 +32,7 @@ from .target import Target
 from .train.trainer import differences, train
 
 STAGES: tuple[Stage, ...] = ("baseline", "continued", "carryover")
-FINISHED = "finished"
+FINISHED, RECIPE = "finished", "recipe.yaml"
 
 
 class Step(NamedTuple):
@@ -48,10 +48,15 @@ def run(recipe: Recipe, out: Path, console: Console | None = None, target: Targe
     Raises InputError when `out` belongs to another recipe or the recipe does not say what to evaluate.
     """
     console = console or Console()
-    plan(recipe)
-    held_out(recipe)  # what is missing at the end is better known at the beginning
-    claim(out, recipe)
+    check_owner(out, recipe)
+    plan(recipe)  # what cannot work is better known now than at the end, and than when `out` has been claimed
+    held_out(recipe)
+    if not recipe.data.corpus:
+        asked(recipe)
     target = target or Target.load(recipe.target, recipe.target_dtype)
+    drafter_config(recipe, target)
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / RECIPE, recipe.to_yaml())
     for number, step in enumerate(steps(recipe, out, target), 1):
         with announced(console, f"{number}. {step.title}"):
             step.call()
@@ -63,10 +68,18 @@ def plan(recipe: Recipe) -> list[str]:
     return [step.title for step in steps(recipe, Path(), None)]
 
 
+def missing(recipe: Recipe) -> list[str]:
+    """The prompt files and corpora that it names and that do not exist."""
+    named = recipe.data.corpus or recipe.record.prompts
+    return [path for path in (*named, *recipe.evaluate.prompts) if path not in SUITES and not Path(path).exists()]
+
+
 def steps(recipe: Recipe, out: Path, target: Target | None) -> list[Step]:
     """The steps of a recipe in order. target: None where they are only named."""
     if not recipe.evaluate.prompts:
         raise InputError("evaluate.prompts is empty; name held-out prompts, or use `record`, `train` and `evaluate`.")
+    if recipe.carry.interface == "none":
+        raise InputError("carry.interface is none, so there would be no carryover stage; set embedding, for example.")
     corpus = None if recipe.data.corpus else out / "recorded.jsonl"  # None: the recipe's
     todo = []
     if corpus is not None:
@@ -98,22 +111,19 @@ def _there(target: Target | None) -> Target:
     return target
 
 
-def claim(out: Path, recipe: Recipe) -> None:
-    """Marks `out` as the folder of this recipe. Raises InputError when it is another's."""
+def check_owner(out: Path, recipe: Recipe) -> None:
+    """Raises InputError when `out` is a file or holds a run of another recipe."""
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; name a folder as --out.")
-    path = out / "recipe.yaml"
+    path = out / RECIPE
     if path.exists():
         changed = differences(yaml.safe_load(path.read_text(encoding="utf-8")), recipe.model_dump(mode="json"))
         if changed:
             raise InputError(f"{out} holds a run of another recipe ({', '.join(changed)}); name another --out.")
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(path, recipe.to_yaml())
 
 
 def record_responses(recipe: Recipe, target: Target, out: Path) -> None:
-    r = recipe.record
-    prompts = load_prompts(r.prompts, r.tasks, r.limit, recipe.seed)
+    r, prompts = recipe.record, asked(recipe)
     sampling = Sampling(r.temperature, r.top_k, r.top_p, r.min_p)
     record(target, prompts, out, sampling, r.max_new_tokens, recipe.seed, r.batch_size, recipe.data.template)
 
@@ -127,6 +137,11 @@ def stage(
         train(recipe, name, out, start, resume=True, corpus=corpus, target=target)
         finished.touch()
     return out
+
+
+def asked(recipe: Recipe) -> list[Prompt]:
+    r = recipe.record
+    return load_prompts(r.prompts, r.tasks, r.limit, recipe.seed)
 
 
 def held_out(recipe: Recipe) -> list[Prompt]:

@@ -61,6 +61,13 @@ def test_the_checkpoint_keeps_it_whatever_the_precision(tmp_path: Path) -> None:
         assert loaded.draft_vocab is not None and torch.equal(loaded.draft_vocab, KEPT)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32, torch.bool, torch.complex64])
+def test_ids_of_another_type_are_refused(dtype: torch.dtype) -> None:
+    _, few = reduced()
+    with pytest.raises(InputError, match="ascending token ids"):
+        Drafter.from_tensors(few.config, {**few.state_dict(), "draft_vocab": KEPT.to(dtype)})
+
+
 @pytest.mark.parametrize(
     "ids", [[3, 2, 5, 7, 11, 40, 94, 95], [2, 2, 5, 7, 11, 40, 94, 95], [2, 3, 5, 7, 11, 40, 94, 96], [-1, *range(7)]]
 )

@@ -101,6 +101,9 @@ def test_a_reduced_vocabulary_is_trained_and_kept_by_every_stage(
     for stage in ("continued", "carryover"):
         out = train(r, stage, tmp_path / stage, start=base, target=target, progress=False)
         assert torch.equal(weights(out)["draft_vocab"], kept)
+    whole = recipe(corpus, tmp_path, algorithm, steps=30)  # the start proposes twelve tokens, and this recipe says any
+    with pytest.raises(InputError, match=r"draft_vocab_size 12, not 0"):
+        train(whole, "carryover", tmp_path / "other", start=base, target=target, progress=False)
     ids = json.loads(corpus.read_text().splitlines()[0])["prompt_ids"]
     drafted = Engine(target, load_drafter(tmp_path / "carryover", target)).generate(ids, 12)
     assert drafted.tokens == Engine(target).generate(ids, 12).tokens
@@ -137,6 +140,9 @@ def test_kept_features_change_nothing(
     if stage != "carryover":
         assert len(calls) == rows + 1 < 20  # the interrupted one again
     assert not list(out.glob("features-*"))
+    (out / "features-0.bin").write_bytes(b"left by a kill")
+    train(kept, stage, out, start=start, resume=True, target=target, progress=False)
+    assert not list(out.glob("features-*")) and equal(weights(whole), weights(out))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -158,7 +158,10 @@ class Drafter(PreTrainedModel):
         """
         index = self.vocabulary_index(vocabulary)
         if (index < 0).any():
-            raise InputError("the new draft vocabulary holds tokens that the drafter cannot propose.")
+            raise InputError(
+                f"the new draft vocabulary of {len(vocabulary)} tokens holds some that the drafter cannot propose "
+                f"(it proposes {self.config.draft_vocab_size}); start from the drafter that proposes all."
+            )
         config = DrafterConfig.from_dict({**self.config.to_dict(), "draft_vocab_size": len(vocabulary)})
         weights = {**self.state_dict(), "draft_vocab": vocabulary}
         if config.markov_rank:
@@ -222,8 +225,8 @@ class Drafter(PreTrainedModel):
                     f"the drafter's tensor {name!r} has shape {found}, but its config calls for {expected}."
                 )
             if name == "draft_vocab":
-                ids, inside = tensor.tolist(), 0 <= int(tensor.min()) <= int(tensor.max()) < config.vocab_size
-                if tensor.dtype != torch.int64 or ids != sorted(set(ids)) or not inside:
+                ids = tensor.tolist() if tensor.dtype == torch.int64 else [-1]
+                if ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < config.vocab_size:
                     raise InputError("the drafter's draft_vocab must be ascending token ids of the target, as int64.")
             elif tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise InputError(

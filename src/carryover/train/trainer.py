@@ -42,6 +42,8 @@ from .transition import Prefix, draft, read_prefix, second_draft, transition
 
 Stage = Literal["baseline", "continued", "carryover"]
 LOG = "train_log.jsonl"
+SHAPE = ("num_hidden_layers", "target_layer_ids", "block_size", "slots", "mask_token_id", "draft_vocab_size",
+         "markov_rank", "markov_kind")  # fmt: skip
 
 
 class DrafterTrainer(Trainer):
@@ -269,6 +271,11 @@ def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | No
     if start is None:
         raise InputError(f"the {stage} stage needs the checkpoint it starts from; name it with --start.")
     drafter = load_drafter(start, target, dtype=torch.float32)
+    wanted = drafter_config(recipe, target)
+    changed = [key for key in SHAPE if getattr(wanted, key) != getattr(drafter.config, key)]
+    if changed:
+        was = ", ".join(f"{key} {getattr(drafter.config, key)}, not {getattr(wanted, key)}" for key in changed)
+        raise InputError(f"the checkpoint {start} is not what the recipe's drafter section describes ({was}).")
     return drafter if stage == "continued" else with_carry(drafter, recipe)
 
 
@@ -424,7 +431,8 @@ def train(
         data_collator=collate,
         callbacks=[JsonLog(out / LOG), stop],
     )
-    if settings.keep_features and stage != "carryover":
+    done = checkpoint is not None and finished(checkpoint)
+    if settings.keep_features and stage != "carryover" and not done:
         path, width = out / f"features-{trainer.args.process_index}.bin", target.hidden_size
         trainer.store = FeatureStore(path, rows.lengths(), width, len(drafter.config.layer_ids) * width, target.dtype)
     if settings.eval_steps and settings.eval_prompts:
@@ -434,17 +442,14 @@ def train(
             render_prompt(tokenizer, p.turns[:1], recipe.data.template) for p in load_prompts(settings.eval_prompts)
         ]
         trainer.add_callback(DecodeCheck(trainer, prompts, settings.eval_steps, recipe.evaluate.max_new_tokens))
-    if checkpoint is not None and finished(checkpoint):  # transformers would train one step more
-        if trainer.is_world_process_zero():
-            save_drafter(load_drafter(checkpoint, target), out)
-        return out
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if stop.asked:
-        raise KeyboardInterrupt
+    if not done:  # of a finished run transformers would train one step more
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if stop.asked:
+            raise KeyboardInterrupt
     for path in out.glob("features-*"):
         path.unlink(missing_ok=True)
     if trainer.is_world_process_zero():
-        save_drafter(trainer.drafter, out)
+        save_drafter(load_drafter(checkpoint, target) if done and checkpoint else trainer.drafter, out)
     return out
 
 
