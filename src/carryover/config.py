@@ -69,6 +69,7 @@ class DrafterShape(Section):
     sliding_causal: bool = False
     markov: MarkovConfig | None = None
     confidence: bool = False  # a head that predicts acceptance, for confidence-scheduled verification
+    start: Literal["random", "target"] = "random"  # what a fresh drafter begins with; target: the target's last layers
 
     @model_validator(mode="after")
     def _consistent(self) -> DrafterShape:

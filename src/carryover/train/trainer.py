@@ -39,6 +39,7 @@ from .features import FeatureStore
 from .losses import BlockLoss, Objective, block_loss, learnt
 from .optimizer import MuonAdamW, split_parameters
 from .transition import Prefix, draft, read_prefix, second_draft, transition
+from .warm_start import start_from_target
 
 Stage = Literal["baseline", "continued", "carryover"]
 LOG = "train_log.jsonl"
@@ -267,7 +268,10 @@ def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | No
         config = drafter_config(recipe, target)
         config.carry = "none"
         torch.manual_seed(recipe.seed)
-        return Drafter(config)
+        drafter = Drafter(config)
+        if recipe.drafter.start == "target":
+            start_from_target(drafter, target)
+        return drafter
     if start is None:
         raise InputError(f"the {stage} stage needs the checkpoint it starts from; name it with --start.")
     drafter = load_drafter(start, target, dtype=torch.float32)
