@@ -176,6 +176,8 @@ class CarryoverConfig(StageConfig):
     acceptance: Literal["recorded", "target_guarded"] = "recorded"  # V1 or V2g of SPEC 6.3
     first_pass_loss: NotNegative = 0.0  # weight of a loss on the first draft; 0: gradient through the second only
     carry_dropout: Share = 0.0  # share of anchors whose carry rows are withheld
+    proposal_temperature: NotNegative = 0.0  # of the first draft; 0: argmax (SPEC 6.4-D)
+    unroll: Annotated[int, Field(ge=1, le=4)] = 1  # rounds before the draft with a loss; all but the first carry (6.4-C)
 
 
 class TrainConfig(Section):

@@ -155,7 +155,7 @@ def test_resume_equals_an_uninterrupted_run(
         train(short, "baseline", tmp_path / "start", target=target, progress=False) if stage == "carryover" else None
     )
     for save_steps, last in ((3, 6), (5, 5)):  # in the middle of an epoch, and at its end
-        r = recipe(corpus, tmp_path, optimizer=optimizer, save_steps=save_steps)
+        r = recipe(corpus, tmp_path, optimizer=optimizer, save_steps=save_steps, proposal_temperature=1.0, unroll=2)
         whole = train(r, stage, tmp_path / f"whole{last}", start=start, target=target, progress=False)
         kept = tmp_path / f"cut{last}"
         train(r, stage, kept, start=start, target=target, progress=False)

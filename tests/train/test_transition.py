@@ -15,6 +15,7 @@ from carryover.drafter.modeling import Drafter
 from carryover.target import Target
 from carryover.train.anchors import labels_at, sample_anchors
 from carryover.train.losses import Objective, block_loss
+from carryover.train.trainer import sampled
 from carryover.train.transition import Carried, Transition, draft, read_prefix, second_draft, transition
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -258,3 +259,39 @@ def test_anchors_in_one_sequence_and_anchors_apart_are_the_same_draft(family: st
             together, apart = (draft(drafter, target, batch, prefix, step.next, carried, t) for t in (True, False))
             valid = step.next.valid.flatten()
             assert torch.allclose(together[valid], apart[valid], atol=1e-5)
+
+
+def test_an_unrolled_first_draft_reads_what_the_round_before_rejected() -> None:
+    target, drafter, batch, anchors = setup("llama", {"carry": "embedding", "slots": "next_token", "markov_rank": 4})
+    prefix = read_prefix(target, drafter, batch, keep_cache=True)
+    with torch.no_grad():
+        first = transition(drafter, target, batch, prefix, anchors)
+        drafter.__class__ = Drafter
+        second = transition(drafter, target, batch, prefix, first.next, before=first)
+        alone = transition(drafter, target, batch, prefix, first.next)
+        states = second_draft(drafter, target, batch, prefix, first)
+        tokens = batch["input_ids"].gather(1, first.next.column).flatten()
+        proposals = drafter.propose(states, tokens, target.head, lambda logits: logits.argmax(-1)).tokens
+    valid = first.next.valid
+    assert torch.equal(second.proposals[valid], proposals.view_as(second.proposals)[valid])
+    assert not torch.equal(second.proposals[valid], alone.proposals[valid])
+    documents = documents_of(batch)
+    for r, n in valid.nonzero().tolist():
+        document = documents[r, int(first.next.document[r, n])]
+        a, count = int(first.next.position[r, n]), 0
+        rest = document["ids"][a + 1 :]
+        while count < min(len(rest), drafter.config.num_proposals) and rest[count] == second.proposals[r, n, count]:
+            count += 1
+        assert int(second.accepted[r, n]) == count
+        assert bool(second.next.valid[r, n]) == (a + count + 2 < len(document["ids"]))
+
+
+def test_sampled_proposals_follow_the_drafters_distribution() -> None:
+    drafter = tiny_drafter(tiny_target("llama"))
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    drawn = sampled(drafter, 2.0, seed=5)(logits.expand(20_000, -1))
+    observed = torch.bincount(drawn, minlength=4).double()
+    expected = (logits / 2).softmax(-1).double() * 20_000
+    assert float(((observed - expected) ** 2 / expected).sum()) < 16.3  # the 0.1 % point of chi-square with 3 degrees
+    assert torch.equal(drawn, sampled(drafter, 2.0, seed=5)(logits.expand(20_000, -1)))
+    assert not torch.equal(drawn, sampled(drafter, 2.0, seed=6)(logits.expand(20_000, -1)))

@@ -27,6 +27,7 @@ from ..data.chat import render_prompt
 from ..data.corpus import PackedRows, collate, frequent_tokens, load_corpus, pack
 from ..data.prompts import load_prompts
 from ..drafter.config import DrafterConfig
+from ..drafter.heads import Choose
 from ..drafter.modeling import Drafter
 from ..errors import InputError
 from ..files import write_text
@@ -82,6 +83,7 @@ class DrafterTrainer(Trainer):
             anchors = sample_anchors(batch, self.settings.anchors, ahead, generator)
             batch["anchor_index"], batch["anchor_valid"] = anchors.column, anchors.valid
             batch["anchor_draw"] = torch.rand(anchors.column.shape, generator=generator)
+            batch["proposal_seed"] = torch.randint(1 << 62, (1,), generator=generator)
             labels = labels_at(batch, anchors, self.drafter.config.num_proposals)
             index = self.drafter.vocabulary_index(labels.tokens.to(device))
             total += self.objective.normaliser(learnt(index, labels.mask.to(device)))
@@ -96,7 +98,7 @@ class DrafterTrainer(Trainer):
         ranks)."""
         batch: Batch = inputs
         anchors = Anchors.at(batch.pop("anchor_index"), batch.pop("anchor_valid"), batch)
-        draw = batch.pop("anchor_draw")
+        draw, seed = batch.pop("anchor_draw"), batch.pop("proposal_seed")
         rows, prefix = batch.pop("row"), None
         if self.store is not None:
             kept = self.store.read(rows.cpu(), self.args.device)
@@ -106,17 +108,24 @@ class DrafterTrainer(Trainer):
             if self.store is not None:
                 self.store.write(rows.cpu(), prefix.hidden, prefix.features)
         if self.stage == "carryover":
-            loss = self._carryover_loss(model, batch, prefix, anchors, draw)
+            loss = self._carryover_loss(model, batch, prefix, anchors, draw, int(seed))
         else:
             loss = self._anchor_loss(batch, prefix, anchors, draft(model, self.target, batch, prefix, anchors))
         # DDP averages gradients over ranks; the divisor already counts all of them.
         return loss / num_items_in_batch * self.args.world_size
 
-    def _carryover_loss(self, model: Any, batch: Batch, prefix: Prefix, anchors: Anchors, draw: Tensor) -> Tensor:
+    def _carryover_loss(
+        self, model: Any, batch: Batch, prefix: Prefix, anchors: Anchors, draw: Tensor, seed: int
+    ) -> Tensor:
         s = self.settings
         assert isinstance(s, CarryoverConfig)
         compare = self.state.global_step % self.args.logging_steps == 0
-        step = transition(self.drafter, self.target, batch, prefix, anchors, s.acceptance, compare)
+        sample = sampled(self.drafter, s.proposal_temperature, seed) if s.proposal_temperature else None
+        step, at = None, anchors
+        for _ in range(s.unroll):
+            step = transition(self.drafter, self.target, batch, prefix, at, s.acceptance, compare, step, sample)
+            at = step.next
+        assert step is not None
         hidden = second_draft(
             model, self.target, batch, prefix, step, draw < s.carry_dropout if s.carry_dropout else None
         )
@@ -124,14 +133,13 @@ class DrafterTrainer(Trainer):
         if s.first_pass_loss:
             first = draft(model, self.target, batch, prefix, anchors)
             loss = loss + s.first_pass_loss * self._anchor_loss(batch, prefix, anchors, first, log=False)
+        verified = step.anchors.valid
         self._add(
-            first_accepted=(step.accepted * anchors.valid).sum(),
-            first_blocks=anchors.valid.sum(),
-            kept=step.next.valid.sum(),
+            first_accepted=(step.accepted * verified).sum(), first_blocks=verified.sum(), kept=step.next.valid.sum()
         )
         if step.greedy is not None:
-            differ = (step.greedy != step.accepted) & anchors.valid
-            self._add(rules_differ=differ.sum(), rules_compared=anchors.valid.sum())
+            differ = (step.greedy != step.accepted) & verified
+            self._add(rules_differ=differ.sum(), rules_compared=verified.sum())
         return loss
 
     def _anchor_loss(self, batch: Batch, prefix: Prefix, anchors: Anchors, hidden: Tensor, log: bool = True) -> Tensor:
@@ -299,6 +307,17 @@ def with_carry(drafter: Drafter, recipe: Recipe) -> Drafter:
     carrying.load_state_dict(drafter.state_dict(), strict=False)  # all but the carry interface
     carrying.carry.start_from(carrying.fc)
     return carrying
+
+
+def sampled(drafter: Drafter, temperature: float, seed: int) -> Choose:
+    """Draws proposals from the drafter's distribution, with a generator of its own."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits: Tensor) -> Tensor:
+        noise = torch.empty(logits.shape).exponential_(generator=generator).log_().to(logits.device)
+        return drafter.token_ids((logits / temperature - noise).argmax(-1))  # Gumbel's trick
+
+    return choose
 
 
 def last_checkpoint(out: Path) -> Path | None:

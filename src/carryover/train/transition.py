@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..decode.verify import matched_prefix
+from ..drafter.heads import Choose
 from ..drafter.modeling import Drafter
 from ..rows import Rows, block_rows, carry_rows, concat, context_rows
 from ..target import Cache, Target
@@ -122,20 +123,24 @@ def transition(
     anchors: Anchors,
     acceptance: Acceptance = "recorded",
     compare: bool = False,
+    before: Transition | None = None,
+    sample: Choose | None = None,
 ) -> Transition:
     """Stages 1 and 2 at the sampled anchors, detached.
 
     acceptance: `recorded` accepts proposals while they equal the recorded tokens (V1). `target_guarded` (V2g) accepts
     by the target's own argmax and drops anchors where that would leave the recorded prefix or carry the state of the
     committed token itself; what remains are the anchors on which both rules agree. compare: also compute the greedy
-    count under V1.
+    count under V1. before: the transition that led to these anchors, whose rejected states the first draft reads, as
+    when decoding; None: it has no carry. sample: how proposals are chosen from logits; None: argmax.
     """
     b, n = anchors.column.shape
-    hidden = draft(drafter, target, batch, prefix, anchors)
+    carried = before and Carried(before.anchors, before.accepted, before.carry_features)
+    hidden = draft(drafter, target, batch, prefix, anchors, carried)
     anchor_tokens = batch["input_ids"].gather(1, anchors.column)
-    greedy_choice = lambda logits: drafter.token_ids(logits.argmax(-1))  # noqa: E731
+    choose = sample or (lambda logits: drafter.token_ids(logits.argmax(-1)))
     head = target.head_of(drafter.draft_vocab)
-    proposals = drafter.propose(hidden, anchor_tokens.flatten(), head, greedy_choice).tokens
+    proposals = drafter.propose(hidden, anchor_tokens.flatten(), head, choose).tokens
     proposals = proposals.view(b, n, -1)
 
     features, greedy = verify(drafter, target, prefix, anchors, proposals, compare or acceptance == "target_guarded")

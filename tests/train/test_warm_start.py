@@ -1,0 +1,51 @@
+"""A drafter that starts with the target's last layers reads and writes what they do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import tiny_drafter
+from tiny import tiny_target
+
+from carryover.errors import InputError
+from carryover.train.warm_start import start_from_target
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_context_values_and_block_layers_are_those_of_the_target(family: str) -> None:
+    target = tiny_target(family, layers=6)
+    drafter = tiny_drafter(target, intermediate_size=48, target_layer_ids=[1, 3])  # 3 feeds layer 4, the first copied
+    start_from_target(drafter, target)
+    seen: dict[str, torch.Tensor] = {}
+    source = target.decoder.layers[4]
+    hooks = [
+        source.self_attn.v_proj.register_forward_hook(lambda m, a, out: seen.update(v=out)),
+        source.self_attn.k_proj.register_forward_hook(lambda m, a, out: seen.update(k=out)),
+    ]
+    tokens = torch.randint(6, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    features = target.forward(tokens, layer_ids=drafter.config.layer_ids).features
+    for hook in hooks:
+        hook.remove()
+    with torch.no_grad():
+        context, attention = drafter.context(features), drafter.layers[0].self_attn
+        assert torch.allclose(attention.v_proj(context), seen["v"], atol=1e-4)
+        assert torch.allclose(attention.k_proj(context), seen["k"], atol=1e-4)
+        x = torch.randn(1, 3, target.hidden_size, generator=torch.Generator().manual_seed(1))
+        for layer, theirs in zip(drafter.layers, target.decoder.layers[4:], strict=True):
+            mine = layer.mlp(layer.post_attention_layernorm(x))
+            assert torch.allclose(mine, theirs.mlp(theirs.post_attention_layernorm(x)), atol=1e-4)
+            queries = layer.self_attn.q_proj(layer.input_layernorm(x))
+            assert torch.allclose(queries, theirs.self_attn.q_proj(theirs.input_layernorm(x)), atol=1e-4)
+        assert torch.allclose(drafter.norm(x), target.decoder.norm(x), atol=1e-5)
+        if family == "qwen3":
+            heads = queries.unflatten(-1, (-1, drafter.config.head_dim))
+            mine = drafter.layers[1].self_attn.q_norm(heads)
+            assert torch.allclose(mine, target.decoder.layers[5].self_attn.q_norm(heads), atol=1e-5)
+
+
+def test_other_shapes_are_refused_in_one_sentence() -> None:
+    target = tiny_target("llama")
+    with pytest.raises(InputError, match=r"mlp\.gate_proj is \[40, 32\] in the drafter and \[48, 32\] in the target"):
+        start_from_target(tiny_drafter(target), target)
+    with pytest.raises(InputError, match="as many layers"):
+        start_from_target(tiny_drafter(target, num_hidden_layers=7), target)
