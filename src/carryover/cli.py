@@ -125,20 +125,26 @@ def run(
     threads: ThreadsOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """Record, train a baseline, its control and its Carryover, decode held-out prompts with all, report. Resumable."""
+    """Record, train a baseline, its control and its Carryover, decode held-out prompts with all, report. Resumable.
+
+    A recipe with `cells` and `seeds` is a grid: all of that for each of them, and one table."""
     from .config import Recipe
-    from .run import missing, plan
+    from .run import missing, plan, run_grid
     from .run import run as run_recipe
 
     _quiet()
-    resolved = Recipe.load(recipe, settings or [])
+    recipes = Recipe.load_grid(recipe, settings or [])
     if dry_run:
-        for number, title in enumerate(plan(resolved), 1):
-            typer.echo(f"{number}. {title}")
-        for path in missing(resolved):
+        for name, resolved in recipes.items():
+            if name:
+                typer.echo(f"cell {name}")
+            for number, title in enumerate(plan(resolved), 1):
+                typer.echo(f"{number}. {title}")
+        for path in dict.fromkeys(path for resolved in recipes.values() for path in missing(resolved)):
             typer.echo(f"note: there is no {path} yet")
         return
-    typer.echo(f"the report: {run_recipe(resolved, out)}")
+    page = run_recipe(recipes[""], out) if "" in recipes else run_grid(recipes, out)
+    typer.echo(f"the report: {page}")
 
 
 @app.command()

@@ -177,7 +177,9 @@ class CarryoverConfig(StageConfig):
     first_pass_loss: NotNegative = 0.0  # weight of a loss on the first draft; 0: gradient through the second only
     carry_dropout: Share = 0.0  # share of anchors whose carry rows are withheld
     proposal_temperature: NotNegative = 0.0  # of the first draft; 0: argmax (SPEC 6.4-D)
-    unroll: Annotated[int, Field(ge=1, le=4)] = 1  # rounds before the draft with a loss; all but the first carry (6.4-C)
+    unroll: Annotated[int, Field(ge=1, le=4)] = (
+        1  # rounds before the draft with a loss; all but the first carry (6.4-C)
+    )
 
 
 class TrainConfig(Section):
@@ -231,24 +233,65 @@ class Recipe(Section):
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         """Reads a YAML file; overrides are `dotted.key=value` with a YAML value. Raises InputError in one sentence."""
-        try:
-            raw = yaml.load(Path(path).read_text(encoding="utf-8"), _NoRepeats)
-        except OSError as error:
-            raise InputError(f"cannot read the recipe {path}: {error.strerror}.") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise InputError(f"the recipe {path} is not valid YAML: {' '.join(str(error).split())}.") from error
-        if not isinstance(raw, dict):
-            raise InputError(f"the recipe {path} must be a mapping of keys such as target, drafter, data, train.")
+        raw = _read(path)
+        if grid := [key for key in ("cells", "seeds") if key in raw]:
+            raise InputError(f"the recipe {path} is a grid (it has {' and '.join(grid)}); `carryover run` runs it.")
+        return cls._resolved(raw, path, overrides)
+
+    @classmethod
+    def load_grid(cls, path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Recipe]:
+        """The recipes of a file by name. Most hold one, named ``.
+
+        A grid holds `cells`, a mapping of names to what each changes, and `seeds`; its recipes are named CELL-sSEED.
+        Overrides apply to all of them.
+        """
+        raw = _read(path)
+        if not {"cells", "seeds"} & raw.keys():
+            return {"": cls._resolved(raw, path, overrides)}
+        cells, seeds = raw.pop("cells", None), raw.pop("seeds", None)
+        if not isinstance(cells, dict) or not all(isinstance(change, dict) for change in cells.values()):
+            raise InputError(f"recipe {path}: cells must map names to the keys that each cell changes.")
+        if not isinstance(seeds, list) or not seeds:
+            raise InputError(f"recipe {path}: a grid needs seeds, a list of numbers.")
+        return {
+            f"{cell}-s{seed}": cls._resolved(_merged(raw, {**change, "seed": seed}), path, overrides, f"cell {cell}: ")
+            for seed in seeds
+            for cell, change in cells.items()
+        }
+
+    @classmethod
+    def _resolved(cls, raw: dict[str, Any], path: str | Path, overrides: Sequence[str], where: str = "") -> Recipe:
         for override in overrides:
             _override(raw, override)
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            raise InputError(f"recipe {path}: {_explain(error, raw)}") from error
+            raise InputError(f"recipe {path}: {where}{_explain(error, raw)}") from error
 
     def to_yaml(self) -> str:
         """The resolved recipe; loading it again gives an equal one."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        raw = yaml.load(Path(path).read_text(encoding="utf-8"), _NoRepeats)
+    except OSError as error:
+        raise InputError(f"cannot read the recipe {path}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"the recipe {path} is not valid YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"the recipe {path} must be a mapping of keys such as target, drafter, data, train.")
+    return raw
+
+
+def _merged(base: Any, change: Any) -> Any:
+    """A copy of `base` with the keys of `change` over it, group by group."""
+    if not isinstance(base, dict) or not isinstance(change, dict):
+        return deepcopy(change)
+    return {
+        key: _merged(base.get(key), change[key]) if key in change else deepcopy(base[key]) for key in {**base, **change}
+    }
 
 
 class _NoRepeats(yaml.SafeLoader):

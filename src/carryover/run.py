@@ -1,5 +1,10 @@
 """A recipe from start to end: record, train a baseline, its control and its Carryover, decode held-out prompts, report.
 
+A grid (a recipe with cells and seeds) is recorded once and has one such folder for each cell and seed, and
+    OUT/grid.md, OUT/grid-t0.json, ...    all cells side by side (report/grid.py)
+
+A single recipe:
+
     OUT/recorded.jsonl                    the target's responses, unless data.corpus names some
     OUT/{baseline,continued,carryover}    the drafters
     OUT/t0, OUT/t1, ...                   one evaluation for each of evaluate.temperatures
@@ -10,7 +15,7 @@ Each step is finished once: the same command goes on where an interrupted run st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -27,7 +32,7 @@ from .errors import InputError
 from .evaluate.run import Plan, evaluate
 from .files import write_text
 from .formats import load_drafter
-from .report import write_report
+from .report import grid, write_report
 from .target import Target
 from .train.trainer import differences, train
 
@@ -63,6 +68,42 @@ def run(recipe: Recipe, out: Path, console: Console | None = None, target: Targe
     return write_report(out)
 
 
+def run_grid(
+    recipes: Mapping[str, Recipe], out: Path, console: Console | None = None, target: Target | None = None
+) -> Path:
+    """Runs every recipe of a grid in `out/NAME` and returns the path of the table of all.
+
+    They share the target and what it answered, so these sections must agree. Raises InputError otherwise, and like `run`.
+    """
+    console = console or Console()
+    first = next(iter(recipes.values()))
+    for name, recipe in recipes.items():
+        if (recipe.target, recipe.target_dtype, recipe.record) != (first.target, first.target_dtype, first.record):
+            raise InputError(f"the cell {name} changes target or record, which all cells of a grid share.")
+        check_owner(out / name, shared_corpus(recipe, out))
+        plan(recipe)
+        held_out(recipe)
+    target = target or Target.load(first.target, first.target_dtype)
+    if not first.data.corpus:
+        asked(first)
+        out.mkdir(parents=True, exist_ok=True)
+        with announced(console, recording(first)):
+            record_responses(first, target, out / "recorded.jsonl")
+    for number, (name, recipe) in enumerate(recipes.items(), 1):
+        console.print(f"[bold]cell {number} of {len(recipes)}: {name}")
+        run(shared_corpus(recipe, out), out / name, console, target)
+        grid.write(out, list(recipes))
+    return out / grid.TABLE
+
+
+def shared_corpus(recipe: Recipe, out: Path) -> Recipe:
+    """A cell's recipe, reading what the grid recorded."""
+    if recipe.data.corpus:
+        return recipe
+    data = recipe.data.model_copy(update={"corpus": (str(out / "recorded.jsonl"),)})
+    return recipe.model_copy(update={"data": data})
+
+
 def plan(recipe: Recipe) -> list[str]:
     """What `run` would do, one line a step; nothing is loaded."""
     return [step.title for step in steps(recipe, Path(), None)]
@@ -83,12 +124,7 @@ def steps(recipe: Recipe, out: Path, target: Target | None) -> list[Step]:
     corpus = None if recipe.data.corpus else out / "recorded.jsonl"  # None: the recipe's
     todo = []
     if corpus is not None:
-        r = recipe.record
-        amount = f"{r.limit} prompts" if r.limit else f"the prompts of {', '.join(r.prompts)}"
-        todo.append(Step(
-            f"{recipe.target} answers {amount}, at most {r.max_new_tokens} tokens at temperature {r.temperature:g}",
-            lambda: record_responses(recipe, _there(target), corpus),
-        ))  # fmt: skip
+        todo.append(Step(recording(recipe), lambda: record_responses(recipe, _there(target), corpus)))
     for name in STAGES:
         start = None if name == "baseline" else out / "baseline"
         settings: StageConfig = getattr(recipe.train, name)
@@ -120,6 +156,12 @@ def check_owner(out: Path, recipe: Recipe) -> None:
         changed = differences(yaml.safe_load(path.read_text(encoding="utf-8")), recipe.model_dump(mode="json"))
         if changed:
             raise InputError(f"{out} holds a run of another recipe ({', '.join(changed)}); name another --out.")
+
+
+def recording(recipe: Recipe) -> str:
+    r = recipe.record
+    amount = f"{r.limit} prompts" if r.limit else f"the prompts of {', '.join(r.prompts)}"
+    return f"{recipe.target} answers {amount}, at most {r.max_new_tokens} tokens at temperature {r.temperature:g}"
 
 
 def record_responses(recipe: Recipe, target: Target, out: Path) -> None:
