@@ -73,7 +73,7 @@ def run_grid(
 ) -> Path:
     """Runs every recipe of a grid in `out/NAME` and returns the path of the table of all.
 
-    They share the target and what it answered, so these sections must agree. Raises InputError otherwise, and like `run`.
+    They share the target and what it answered, so these sections must agree. Raises InputError otherwise, or as `run`.
     """
     console = console or Console()
     first = next(iter(recipes.values()))
