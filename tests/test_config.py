@@ -14,7 +14,9 @@ from carryover.config import CarryoverConfig, Recipe, default_gamma, drafter_con
 from carryover.errors import InputError
 from carryover.target import Target
 
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+FILES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+GRIDS = [path for path in FILES if path.stem in ("lab", "lab-large")]
+RECIPES = [path for path in FILES if path not in GRIDS]
 SMALL = """
 target: lab
 drafter: {algorithm: dflash, layers: 2, mask_token_id: 7}
@@ -81,7 +83,7 @@ def test_continued_is_the_control_of_carryover(tmp_path):
     assert train.continued.model_dump() == {
         key: value
         for key, value in train.carryover.model_dump().items()
-        if key not in ("acceptance", "first_pass_loss", "carry_dropout")
+        if key not in ("acceptance", "first_pass_loss", "carry_dropout", "proposal_temperature", "unroll")
     }
     own = load(tmp_path, SMALL, "train.continued.epochs=2").train.continued
     assert (own.steps, own.epochs) == (None, 2.0)
@@ -270,7 +272,20 @@ TINY = {  # a tiny target of the same family, and what has to shrink with it
 
 
 def test_every_recipe_is_covered():
-    assert {path.stem for path in RECIPES} == set(TINY)
+    assert {path.stem for path in RECIPES} == set(TINY) and len(GRIDS) == 2
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_shipped_grids_resolve(path):
+    recipes = Recipe.load_grid(path)
+    target = masked(tiny_target("llama", layers=5), mask_token="w50")
+    cells = ("markov-b16", "dflash-b16", "markov-b8", "dflash-b8")
+    assert list(recipes) == [f"{cell}-s{seed}" for seed in range(3) for cell in cells]
+    for name, recipe in recipes.items():
+        config = drafter_config(recipe, target)
+        assert bool(config.markov_rank) == name.startswith("markov")
+        assert config.num_proposals == int(name.split("-")[1][1:]) - 1
+        assert recipe.evaluate.limit == 400 and recipe.train.continued.steps == recipe.train.carryover.steps
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 from tiny import tiny_target
 
 from carryover import run as module
 from carryover.config import Recipe
 from carryover.errors import InputError
-from carryover.run import plan, run
+from carryover.run import plan, run, run_grid
 from carryover.target import Target
 
 
@@ -100,3 +101,65 @@ def test_what_cannot_be_run_is_said_before_anything_is_done(
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="is a file"):
         run(Recipe.model_validate(settings), tmp_path / "file")
+
+
+def test_a_grid_is_recorded_once_and_joined(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    path, out = tmp_path / "grid.yaml", tmp_path / "out"
+    drafter = {"layers": 1, "captured": 2, "mask_token_id": 5}
+    cells = {
+        "markov-b5": {"drafter": {"algorithm": "markov", "block_size": 4, "markov": {"rank": 4}}},
+        "dflash-b4": {"drafter": {"algorithm": "dflash", "block_size": 4}},
+    }
+    path.write_text(yaml.safe_dump({**settings, "drafter": drafter, "cells": cells, "seeds": [0, 3]}, sort_keys=False))
+    recipes = Recipe.load_grid(path, ["train.steps=1"])
+    assert list(recipes) == ["markov-b5-s0", "dflash-b4-s0", "markov-b5-s3", "dflash-b4-s3"]
+    assert [r.seed for r in recipes.values()] == [0, 0, 3, 3]
+    assert [r.drafter.slots for r in recipes.values()] == ["next_token", "fill_in"] * 2
+    assert all(r.train.carryover.steps == 1 and r.drafter.layers == 1 for r in recipes.values())
+    shown = io.StringIO()
+    table = run_grid(recipes, out, Console(file=shown, width=200), target)
+    assert shown.getvalue().count("answers 4 prompts") == 1 and not list(out.glob("*/recorded.jsonl"))
+
+    joined = json.loads((out / "grid-t0.json").read_text())
+    names = [run["name"] for run in joined["runs"]]
+    stages = ("start", "continued", "carryover-off", "carryover")
+    assert names == ["autoregressive"] + [f"{c}-{s}-s{n}" for n in (0, 3) for c in cells for s in stages]
+    for name in recipes:
+        cell, seed = name.split("-s")
+        own = json.loads((out / name / "t0" / "results.json").read_text())
+        (gain,) = (
+            c for c in own["comparisons"] if (c["a"], c["b"], c["task"]) == ("carryover", "continued", "overall")
+        )
+        pair = (f"{cell}-carryover-s{seed}", f"{cell}-continued-s{seed}")
+        (same,) = (c for c in joined["comparisons"] if (c["a"], c["b"]) == pair and c["task"] == "overall")
+        assert same["acceptance_gain"] == gain["acceptance_gain"]
+        row = next(line for line in table.read_text().splitlines() if line.startswith(f"| {cell} | {seed} "))
+        length = {run["name"]: run["overall"]["acceptance_length"] for run in own["runs"]}
+        assert f"| {length['baseline']:.2f} | {length['continued']:.2f} | {length['carryover']:.2f} |" in row
+    assert "T=0.7" in table.read_text() and (out / "grid-t0.7.json").exists()
+
+    results = (out / "grid-t0.json").read_text()
+    run_grid(recipes, out, Console(file=io.StringIO()), target)  # nothing is done twice
+    assert (out / "grid-t0.json").read_text() == results
+
+
+def test_what_is_wrong_with_a_grid_is_named(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+
+    def load(**keys: Any) -> dict[str, Recipe]:
+        path.write_text(yaml.safe_dump({**settings, **keys}))
+        return Recipe.load_grid(path)
+
+    assert list(load()) == [""]
+    with pytest.raises(InputError, match="needs seeds"):
+        load(cells={"a": {}})
+    with pytest.raises(InputError, match="cells must map names"):
+        load(seeds=[1])
+    with pytest.raises(InputError, match=r"cell a: unknown key drafter\.layer"):
+        load(cells={"a": {"drafter": {"layer": 2}}}, seeds=[0])
+    with pytest.raises(InputError, match="is a grid"):
+        Recipe.load(path)
+    other = load(cells={"a": {}, "b": {"record": {"temperature": 0.0}}}, seeds=[0])
+    with pytest.raises(InputError, match="b-s0 changes target or record"):
+        run_grid(other, tmp_path / "out", target=target)
+    assert not (tmp_path / "out").exists()
