@@ -247,6 +247,9 @@ def evaluate(
     seed: SeedOption = 0,
     carry_off: Annotated[bool, typer.Option("--carry-off", help="Also run carrying drafters without carry.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that decode together; 1 measures latency.")] = 1,
+    stop_loops: Annotated[
+        bool, typer.Option("--stop-loops", help="End responses that become degenerate loops.")
+    ] = False,
     template: TemplateOption = "{}",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
@@ -266,7 +269,9 @@ def evaluate(
     sampling = Sampling(temperature, top_k, top_p, min_p)
     penalties = Penalties(repetition_penalty, presence_penalty, frequency_penalty, min_new_tokens)
     options = _template(template)
-    plan = Plan(max_new_tokens, sampling, draft_sampling, seed, carry_off, batch_size, penalties, options, compile)
+    plan = Plan(
+        max_new_tokens, sampling, draft_sampling, seed, carry_off, batch_size, penalties, options, compile, stop_loops
+    )
     asked = load_prompts(prompts, task, limit, seed)
     loaded = _target(target, dtype, device)
     named = [os.path.normpath(path) for path in drafter or []]

@@ -204,6 +204,7 @@ class EvaluateConfig(Section):
     draft_sampling: Literal["greedy", "probabilistic"] = "probabilistic"  # used above temperature 0 (SPEC 0.1 #9)
     carry_off: bool = True  # decode with carryover once more, without its carry
     batch_size: Count = 1  # requests that decode together; 1 measures latency, more is quicker
+    stop_loops: bool = False  # end responses of all methods where they become degenerate loops
 
 
 class Recipe(Section):

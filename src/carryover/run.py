@@ -197,7 +197,7 @@ def decode(recipe: Recipe, out: Path, target: Target, temperature: float) -> Non
     drafters = {str(out / name): load_drafter(out / name, target, target.dtype, target.device) for name in STAGES}
     how = Plan(
         e.max_new_tokens, Sampling(temperature), e.draft_sampling, recipe.seed, e.carry_off, e.batch_size,
-        template=recipe.data.template,
+        template=recipe.data.template, stop_loops=e.stop_loops,
     )  # fmt: skip
     evaluate(target, drafters, held_out(recipe), out / f"t{temperature:g}", how)
 

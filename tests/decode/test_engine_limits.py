@@ -6,7 +6,8 @@ import pytest
 from decode_helpers import PROMPT, ScriptedDrafter, make_drafter
 from tiny import tiny_target
 
-from carryover.decode.engine import Engine
+from carryover.decode import loops
+from carryover.decode.engine import Engine, Request
 from carryover.decode.trace import Generation
 from carryover.errors import InputError
 
@@ -155,3 +156,25 @@ def test_trace_round_trip(endless):
     generation = Engine(endless, make_drafter(endless, carry="plain")).generate(PROMPT, 6)
     assert Generation.from_dict(generation.as_dict()) == generation
     assert all(type(t) is int for r in generation.rounds for t in r.proposals + r.committed)
+
+
+@pytest.mark.parametrize("plan", [*PLANS, None])
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_a_degenerate_loop_ends_every_methods_response_at_the_same_token(endless, plan, length, monkeypatch):
+    monkeypatch.setattr(loops, "LENGTH", length)
+    whole = Engine(endless).generate(PROMPT, 120).tokens
+
+    def degenerate(tokens: list[int]) -> bool:
+        runs = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
+        return any(runs.count(run) >= 3 for run in runs)
+
+    expected = next(whole[:n] for n in range(1, 121) if degenerate(whole[:n]))
+    drafter = scripted(endless, whole, plan) if plan else None
+    engine = Engine(endless, drafter, stop_loops=True)
+    generation = engine.generate(PROMPT, 120)
+    assert generation.tokens == expected and generation.finish == "loop"
+    assert [t for r in generation.rounds for t in r.committed] == expected[1:]
+    slots = 1 if plan else 2  # a scripted drafter knows one sequence
+    assert [g.tokens for _, g in engine.generate_many([Request(PROMPT, 120)] * 3, slots)] == [expected] * 3
+    assert engine.generate(PROMPT, len(expected) - 1).finish == "length"
+    assert Engine(endless, drafter).generate(PROMPT, 120).tokens == whole

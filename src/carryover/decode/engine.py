@@ -32,6 +32,7 @@ from ..errors import InputError
 from ..rows import block_rows, draft_rows
 from ..slots import SlotCache
 from ..target import Target
+from .loops import LoopWatch
 from .processors import History, Penalties, Process
 from .sampling import Sampling
 from .state import DraftCache
@@ -68,6 +69,7 @@ class Active:
     base: int
     anchor: int
     carried: int = 0
+    watch: LoopWatch | None = None
 
 
 @dataclass
@@ -115,12 +117,14 @@ class Engine:
         timed: bool | None = None,
         penalties: Penalties = Penalties(),
         compile: bool = False,
+        stop_loops: bool = False,
     ) -> None:
         """drafter: None decodes plainly. draft_sampling: how to choose proposals above temperature 0, see `verify.py`.
 
         carry: False ignores the drafter's carry interface. timed: fill in the times of every round, which makes it wait
         three times for an accelerator; None times on the CPU only. compile: decode with compiled models where that is
-        possible (see `compiled.py`); prompts are read uncompiled. Raises InputError for an unknown draft_sampling.
+        possible (see `compiled.py`); prompts are read uncompiled. stop_loops: end a response where it becomes a
+        degenerate loop (see `loops.py`). Raises InputError for an unknown draft_sampling.
         """
         if draft_sampling not in get_args(DraftSampling):
             raise InputError(f"draft_sampling must be greedy or probabilistic, got {draft_sampling!r}.")
@@ -136,6 +140,7 @@ class Engine:
         self.draft_head = target.head_of(drafter.draft_vocab if drafter is not None else None)
         self.draft_dtype = target.dtype if drafter is None else drafter.dtype  # asking a model walks its weights
         self.compile = compile
+        self.stop_loops = stop_loops
         self._draft_block = Compiled(draft_block, target.device.type == "cuda") if compile else draft_block
 
     # ---- what users call -------------------------------------------------------------------------------------------
@@ -221,13 +226,16 @@ class Engine:
         ends = (i + 1 for i, token in enumerate(round_.committed) if token in stops)
         room = request.limit - len(generation.tokens)
         round_.committed = round_.committed[: min(room, next(ends, room))]
+        if request.watch and (end := request.watch.read(round_.committed)):
+            round_.committed = round_.committed[:end]
+            generation.finish = "loop"
         round_.accepted = min(round_.accepted, len(round_.committed))
         generation.rounds.append(round_)
         generation.tokens += round_.committed
         request.ids += round_.committed
         if generation.tokens[-1] in stops:
             generation.finish = "stop"
-        return generation.finish == "stop" or len(generation.tokens) == request.limit
+        return generation.finish != "length" or len(generation.tokens) == request.limit
 
     # ---- the steps -------------------------------------------------------------------------------------------------
     def new_batch(self, prompts: Sequence[Request], slots: int, before: Batch | None = None) -> Batch:
@@ -302,6 +310,9 @@ class Engine:
             batch.features[slot] = 0
         request.ids.append(first)
         generation.tokens.append(first)
+        if self.stop_loops:
+            request.watch = LoopWatch()
+            request.watch.read([first])
         if first in self.target.stop_ids:
             generation.finish = "stop"
         goes_on = generation.finish != "stop" and request.limit > 1

@@ -30,7 +30,7 @@ class Round:
 class Generation:
     """A whole response. tokens: all new tokens, the first one (from prefill, not part of any round) included.
 
-    finish: `stop` (an end token was emitted, it is the last token), or `length`.
+    finish: `stop` (an end token was emitted, it is the last token), `loop` (see `loops.py`), or `length`.
     """
 
     prompt_tokens: int

@@ -10,11 +10,11 @@ Letters: `n` prompts, `P` proposals. Source: SPEC 0.1 (decision 10) and 5.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ..decode.loops import LoopWatch
 from ..decode.trace import Generation, Round
 from .stats import Sums
 
@@ -63,10 +63,6 @@ def carried_rows(rounds: Sequence[Round]) -> float:
     return float(np.mean([r.carried for r in rounds])) if rounds else 0.0
 
 
-def loops(tokens: Sequence[int], length: int = 12, times: int = 3) -> bool:
-    """Whether a response is degenerate: some run of `length` tokens occurs at least `times` times in it.
-
-    Loops are easy to draft and inflate every method's acceptance, so their number belongs beside it.
-    """
-    grams = Counter(tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1))
-    return max(grams.values(), default=0) >= times
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether a response is degenerate. The number of such responses belongs beside every acceptance."""
+    return LoopWatch().read(tokens) is not None

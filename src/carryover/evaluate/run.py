@@ -59,6 +59,7 @@ class Plan:
     penalties: Penalties = field(default_factory=Penalties)
     template: dict[str, Any] = field(default_factory=dict)
     compile: bool = False
+    stop_loops: bool = False
 
 
 class Method(NamedTuple):
@@ -121,7 +122,15 @@ def methods_of(target: Target, drafters: Mapping[str, Drafter], plan: Plan) -> l
 
     def engine(drafter: Drafter | None, carry: bool = False) -> Engine:
         how = plan.sampling, plan.draft_sampling, carry
-        return Engine(target, drafter, *how, timed=True, penalties=plan.penalties, compile=plan.compile)
+        return Engine(
+            target,
+            drafter,
+            *how,
+            timed=True,
+            penalties=plan.penalties,
+            compile=plan.compile,
+            stop_loops=plan.stop_loops,
+        )
 
     methods = [Method(PLAIN, engine(None))]
     for name, (path, drafter) in zip(short_names(list(drafters)), drafters.items(), strict=True):
@@ -213,7 +222,7 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any] | Non
         return None
     try:
         record = json.loads(path.read_text())
-        before, _ = {"compile": False} | record["settings"], record["environment"]["sessions"]
+        before, _ = {"compile": False, "stop_loops": False} | record["settings"], record["environment"]["sessions"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged; restore it, or name another --out.") from error
     changed = [k for k, v in settings.items() if before.get(k) != json.loads(json.dumps(v))]
@@ -303,6 +312,7 @@ def results_of(
         "max_new_tokens": plan.max_new_tokens,
         "batch_size": plan.batch_size,
         "compile": plan.compile,
+        "stop_loops": plan.stop_loops,
         "seed": plan.seed,
         "sampling": asdict(plan.sampling),
         "penalties": asdict(plan.penalties),

@@ -175,7 +175,8 @@ def cautions(results: Mapping[str, Any]) -> list[str]:
             )
     looping = runs[0]["overall"].get("looping", 0)
     if looping > 0.05 * prompts:
-        found.append(f"{looping} of {prompts} plain responses loop; loops are easy to draft and flatter every drafter.")
+        cut = ", and end there" if results.get("stop_loops") else "; loops are easy to draft and flatter every drafter"
+        found.append(f"{looping} of {prompts} plain responses loop{cut}.")
     if env.get("sessions", 1) > 1:
         found.append(f"Timed in {env['sessions']} sessions, because the evaluation was interrupted.")
     load, cores = env.get("load_average"), env.get("cores")
