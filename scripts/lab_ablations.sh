@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Other ways to carry and to train it, from the Markov baseline of recipes/lab.yaml with 15 proposals (docs/experiments.md).
+#   scripts/lab_ablations.sh [OUT] [SEED] [NAME...]      after `carryover run recipes/lab.yaml --out OUT`; five minutes each on one core
+# Run again it goes on where it stopped. Results: OUT/ablations-sSEED/{t0,t1}/results.json
+set -euo pipefail
+out=${1:-runs/lab} seed=${2:-0}
+shift $(($# < 2 ? $# : 2))
+cell=$out/markov-b16-s$seed all=$out/ablations-s$seed
+declare -A change=(
+    [plain]="carry.interface=plain"                                  # carry rows look like context rows
+    [projector]="carry.interface=projector"                          # a second fusion instead of one vector
+    [post-norm]="carry.site=post_norm"                               # the vector behind the norm
+    [guarded]="train.carryover.acceptance=target_guarded"            # V2g: anchors on which both acceptance rules agree
+    [drawn]="train.carryover.proposal_temperature=1"                 # first drafts drawn, not argmax
+    [unrolled]="train.carryover.unroll=2"                            # first drafts with carry, as when decoding
+    [drawn-unrolled]="train.carryover.proposal_temperature=1 train.carryover.unroll=2"
+    [first]="train.carryover.first_pass_loss=0.5"                    # a loss on the first draft as well
+    [dropout]="train.carryover.carry_dropout=0.3"                    # 30 % of anchors without carry
+    [anchors-4]="train.carryover.anchors=4"
+    [anchors-16]="train.carryover.anchors=16"
+    [continued-16]="train.continued.anchors=16"                      # the control of `first` and `anchors-16`
+)
+names=("$@")
+[ ${#names[@]} -gt 0 ] || names=(plain projector post-norm guarded drawn unrolled drawn-unrolled first dropout anchors-4 anchors-16 continued-16)
+drafters=(--drafter "$cell/continued" --drafter "$cell/carryover")
+for name in "${names[@]}"; do
+    stage=carryover
+    [ "$name" = continued-16 ] && stage=continued
+    if [ ! -e "$all/$name/finished" ]; then
+        settings=()
+        for setting in ${change[$name]}; do settings+=(--set "$setting"); done
+        carryover train "$cell/recipe.yaml" --stage "$stage" --start "$cell/baseline" --out "$all/$name" --resume "${settings[@]}"
+        touch "$all/$name/finished"
+    fi
+    drafters+=(--drafter "$all/$name")
+done
+for temperature in 0 1; do
+    carryover evaluate --target lab --dtype float32 --prompts "${PROMPTS:-$out/eval_prompts.jsonl}" --limit 400 --max-new-tokens 128 \
+        --temperature "$temperature" --seed "$seed" --batch-size 100 --out "$all/t$temperature" "${drafters[@]}"
+done
