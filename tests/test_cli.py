@@ -157,6 +157,10 @@ def test_convert_there_and_back(files: Files, tmp_path: Path) -> None:
     call("convert", tmp_path / "zlab", tmp_path / "back", "--to", "carryover")
     before, after = load_drafter(files.carry).state_dict(), load_drafter(tmp_path / "back").state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    call("convert", files.carry, tmp_path / "half", "--to", "carryover", "--dtype", "bfloat16")
+    half = load_drafter(tmp_path / "half").state_dict()
+    assert before.keys() == half.keys() and half["fc.weight"].dtype == torch.bfloat16
+    assert all(torch.equal(half[k], before[k].bfloat16()) for k in before if before[k].is_floating_point())
 
 
 def test_convert_to_fewer_tokens(files: Files, tmp_path: Path) -> None:

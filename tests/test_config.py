@@ -266,6 +266,7 @@ TINY = {  # a tiny target of the same family, and what has to shrink with it
     "lab-markov": ("llama", 5, []),
     "smollm2-dflash": ("llama", 30, []),
     "smollm2-markov": ("llama", 30, []),
+    "smollm2-gpu": ("llama", 30, []),
     "qwen3-4b": ("qwen3", 8, ["drafter.target_layer_ids=null", "drafter.mask_token_id=null"]),
     "gemma4-12b": ("gemma4_unified", 8, ["drafter.target_layer_ids=null"]),
 }
@@ -298,10 +299,10 @@ def test_shipped_recipes_resolve(path):
     if path.stem.startswith("lab"):
         target = masked(target, mask_token="w50")
     config = drafter_config(recipe, target)
-    markov = path.stem.endswith("markov")
+    markov = path.stem.endswith(("markov", "gpu"))
     assert config.num_hidden_layers == recipe.drafter.layers and config.carry == "embedding"
     assert config.slots == ("next_token" if markov else "fill_in") and bool(config.markov_rank) == markov
-    assert config.num_proposals == (7 if path.stem.startswith("smollm2") else 15)
+    assert config.num_proposals == (7 if path.stem in ("smollm2-markov", "smollm2-dflash") else 15)
     assert recipe.train.continued.steps == recipe.train.carryover.steps
     assert recipe.train.continued.epochs == recipe.train.carryover.epochs
     assert not set(recipe.evaluate.prompts) & {*recipe.record.prompts, *recipe.data.corpus}

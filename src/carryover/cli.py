@@ -500,9 +500,12 @@ def convert(
     ] = None,
     corpus: Annotated[list[str] | None, typer.Option(help="Recorded responses; repeatable.")] = None,
     template: TemplateOption = "{}",
+    dtype: DtypeOption = "auto",
     debug: DebugOption = False,
 ) -> None:
-    """Rewrite a drafter checkpoint in another format, or with a smaller draft vocabulary."""
+    """Rewrite a drafter checkpoint in another format or dtype, or with a smaller draft vocabulary."""
+    import torch
+
     from .config import DataConfig
     from .data.corpus import frequent_tokens, load_corpus
     from .formats import load_drafter, save_drafter
@@ -511,7 +514,7 @@ def convert(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already and nothing is overwritten; name a new folder.")
     loaded = _target(target) if target else None
-    drafter = load_drafter(source, loaded)
+    drafter = load_drafter(source, loaded, None if dtype == "auto" else getattr(torch, dtype))
     if corpus and draft_vocab is None:
         raise InputError("--corpus is what --draft-vocab counts tokens in; name --draft-vocab too.")
     if draft_vocab is not None:

@@ -34,7 +34,7 @@ from .files import write_text
 from .formats import load_drafter
 from .report import grid, write_report
 from .target import Target
-from .train.trainer import differences, train
+from .train.trainer import default_device, differences, train
 
 STAGES: tuple[Stage, ...] = ("baseline", "continued", "carryover")
 FINISHED, RECIPE = "finished", "recipe.yaml"
@@ -58,7 +58,7 @@ def run(recipe: Recipe, out: Path, console: Console | None = None, target: Targe
     held_out(recipe)
     if not recipe.data.corpus:
         asked(recipe)
-    target = target or Target.load(recipe.target, recipe.target_dtype)
+    target = target or Target.load(recipe.target, recipe.target_dtype, default_device())
     drafter_config(recipe, target)
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / RECIPE, recipe.to_yaml())
@@ -83,7 +83,7 @@ def run_grid(
         check_owner(out / name, shared_corpus(recipe, out))
         plan(recipe)
         held_out(recipe)
-    target = target or Target.load(first.target, first.target_dtype)
+    target = target or Target.load(first.target, first.target_dtype, default_device())
     if not first.data.corpus:
         asked(first)
         out.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from carryover.drafter.modeling import Drafter
 from carryover.errors import InputError
 from carryover.formats import load_drafter
 from carryover.target import Target
-from carryover.train.trainer import last_checkpoint, train, with_carry
+from carryover.train.trainer import default_device, last_checkpoint, train, with_carry
 
 
 @pytest.fixture(scope="module")
@@ -316,3 +316,11 @@ def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint(
     train(r, "baseline", tmp_path / "stopped", resume=True, target=target, progress=False)
     whole = train(r, "baseline", tmp_path / "whole", target=target, progress=False)
     assert equal(weights(whole), weights(tmp_path / "stopped"))
+
+
+def test_the_target_is_loaded_beside_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_device() == ("cuda:0" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert default_device() == "cuda:0"
+    monkeypatch.setenv("LOCAL_RANK", "3")  # as torchrun sets it
+    assert default_device() == "cuda:3"

@@ -12,6 +12,7 @@ Letters: `b` packed rows, `S` tokens, `N` anchors, `P` proposals. Source: SPEC 2
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -431,7 +432,7 @@ def train(
         raise InputError(f"{out} already holds a drafter and no checkpoint to go on from; name another --out.")
     if checkpoint is not None:
         check_checkpoint(checkpoint)  # damage is named before anything is written
-    target = target or Target.load(recipe.target, dtype=recipe.target_dtype)
+    target = target or Target.load(recipe.target, recipe.target_dtype, default_device())
     drafter = start_drafter(recipe, stage, target, start)
     check_fits(drafter.config, target)
     dataset = load_corpus(corpus or recipe.data.corpus, target, recipe.data)
@@ -474,6 +475,11 @@ def train(
     if trainer.is_world_process_zero():
         save_drafter(load_drafter(checkpoint, target) if done and checkpoint else trainer.drafter, out)
     return out
+
+
+def default_device() -> str:
+    """Where transformers' Trainer puts the drafter, so that the target lies beside it: this process's GPU, or the CPU."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
 def training_arguments(recipe: Recipe, s: StageConfig, out: Path, progress: bool) -> TrainingArguments:
