@@ -478,7 +478,7 @@ def train(
 
 
 def default_device() -> str:
-    """Where transformers' Trainer puts the drafter, so that the target lies beside it: this process's GPU, or the CPU."""
+    """Where transformers' Trainer puts the drafter, so that the target lies beside it: this process's GPU, or CPU."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
