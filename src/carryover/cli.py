@@ -153,17 +153,21 @@ def lab(
     prompts_only: Annotated[bool, typer.Option("--prompts-only", help="The packaged target `lab` is enough.")] = False,
     train_prompts: Annotated[int, typer.Option(min=1)] = 4000,
     eval_prompts: Annotated[int, typer.Option(min=1)] = 400,
+    ambiguity: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Scale the rates of choice, training on from the packaged target (minutes)."),
+    ] = None,
     threads: ThreadsOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Write prompts of the lab language and train the lab target, reproducibly; goes on where it was interrupted."""
     from .lab import write_prompts
-    from .lab.training import train_lab
+    from .lab.training import LabRecipe, train_lab
 
     for path in write_prompts(out, train_prompts, eval_prompts):
         typer.echo(f"prompts: {path}")
     if not prompts_only:
-        train_lab(out)
+        train_lab(out, None if ambiguity is None else LabRecipe.retrained(ambiguity))
         typer.echo(f"the lab target: {out}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -173,3 +174,19 @@ def test_loops_are_a_run_of_twelve_words_three_times():
     run = " ".join(f"w{i}" for i in range(12))
     assert loops(" x ".join([run] * 3)) and not loops(" x ".join([run] * 2))
     assert not loops("a b c d e f g h i j k") and loops("a " * 14)
+
+
+def test_other_rates_are_taught_to_the_packaged_target(model, tokenizer, tmp_path, monkeypatch):
+    recipe = replace(LabRecipe.retrained(0.0), steps=12, warmup=1, rows=6, decay=6)
+    assert (recipe.rates.synonym, recipe.rates.optional, recipe.rates.reorder) == (0, 0, 0)
+    assert LabRecipe.retrained(0.5).rates == language.Rates(0.5, 0.2, 0.25) and LabRecipe().rates == language.Rates()
+    examples = held_out_examples(4, rates=recipe.rates)
+    assert all(example.logprob == 0 for example in examples)  # nothing is left to chance
+    pairs = [(example.prompt, example.response) for example in examples]
+    before = sum(float(losses.sum()) for losses in response_losses(model, tokenizer, pairs))
+    monkeypatch.setattr("carryover.lab.measure.save_target", lambda *args, **kwargs: None)
+    began = train_lab(tmp_path / "none", recipe, stop_at=0)
+    assert all(torch.equal(a, b) for a, b in zip(began.parameters(), model.parameters(), strict=True))
+    trained = train_lab(tmp_path / "some", recipe).eval()
+    after = sum(float(losses.sum()) for losses in response_losses(trained, tokenizer, pairs))
+    assert after < 0.7 * before

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from .training import LabRecipe
 
 
-def held_out_examples(per_task: int, seed: int = 0) -> list[language.Example]:
+def held_out_examples(per_task: int, seed: int = 0, rates: language.Rates | None = None) -> list[language.Example]:
     """Examples of the evaluation split, `per_task` of each task."""
     return [
-        language.sample_split("eval", task, random.Random(f"held-out-{seed}-{task}-{i}"))
+        language.sample_split("eval", task, random.Random(f"held-out-{seed}-{task}-{i}"), rates=rates)
         for task in language.TASKS
         for i in range(per_task)
     ]
@@ -92,14 +92,18 @@ def loops(text: str, n: int = 12, times: int = 3) -> bool:
 
 
 def measure(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, per_task: int = 64, seed: int = 0
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    per_task: int = 64,
+    seed: int = 0,
+    rates: language.Rates | None = None,
 ) -> dict[str, Any]:
     """Held-out figures per task and overall: losses in nats per token, loops and right answers as shares.
 
     loss and entropy are of the same sampled responses. shuffled: the loss when each response follows another prompt of
     its task. right: the response is one that the grammar says to this prompt. loops: also what does not end.
     """
-    examples = held_out_examples(per_task, seed)
+    examples = held_out_examples(per_task, seed, rates)
     losses = response_losses(model, tokenizer, [(e.prompt, e.response) for e in examples])
     others = [examples[i - i % per_task + (i + 1) % per_task].prompt for i in range(len(examples))]
     shuffled = response_losses(model, tokenizer, [(p, e.response) for p, e in zip(others, examples, strict=True)])
@@ -129,8 +133,9 @@ def table(figures: dict[str, Any]) -> str:
     head = f"{'task':16}{'loss':>8}{'entropy':>9}{'excess':>8}{'shuffled':>10}{'loops T=0/1':>14}{'right T=0/1':>14}"
     lines = [head]
     for name, f in (*figures["tasks"].items(), ("overall", figures["overall"])):
+        excess = f["loss"] / f["entropy"] - 1 if f["entropy"] else float("inf")  # of a language without choices
         lines.append(
-            f"{name:16}{f['loss']:8.4f}{f['entropy']:9.4f}{f['loss'] / f['entropy'] - 1:8.1%}{f['shuffled_loss']:10.3f}"
+            f"{name:16}{f['loss']:8.4f}{f['entropy']:9.4f}{excess:8.1%}{f['shuffled_loss']:10.3f}"
             f"{f['loops_t0']:8.1%}{f['loops_t1']:6.1%}{f['right_t0']:8.1%}{f['right_t1']:6.1%}"
         )
     return "\n".join(lines)
@@ -150,13 +155,13 @@ def save_target(
         parameter.data = parameter.data.to(torch.bfloat16)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    figures = measure(model.float().eval(), tokenizer, per_task)
+    figures = measure(model.float().eval(), tokenizer, per_task, rates=recipe.rates)
     say(table(figures))
     card = {
         "name": "carryover lab target",
         "licence": "Apache-2.0",
         "recipe": asdict(recipe),
-        "rates": asdict(language.Rates()),
+        "rates": asdict(recipe.rates),
         "parameters": sum(p.numel() for p in model.parameters()),
         "training_seconds": round(seconds),
         "measured": figures,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from . import language
+from . import lab_target_path, language
 from . import words as w
 from .tokenizer import ASSISTANT, END, PAD, USER, build_tokenizer
 
@@ -58,6 +58,22 @@ class LabRecipe:
     warmup: int = 100
     decay: int = 4000  # last steps, in which the learning rate falls linearly to zero
     checkpoint_every: int = 250
+    # another language
+    ambiguity: float = 1.0  # factor of the rates of synonyms, optional words and reordered clauses
+    packaged_start: bool = False  # train on from the packaged target
+
+    @property
+    def rates(self) -> language.Rates:
+        usual = language.Rates()
+        return language.Rates(*(self.ambiguity * rate for rate in (usual.synonym, usual.optional, usual.reorder)))
+
+    @classmethod
+    def retrained(cls, ambiguity: float) -> LabRecipe:
+        """A few minutes that teach the packaged target how often the language now varies; its facts stay as they are."""
+        return cls(
+            ambiguity=ambiguity, packaged_start=True, steps=800, curriculum=(0, 0, 0), drills_mixed=(0, 0),
+            matrix_lr=1.5e-3, other_lr=1.5e-3, warmup=50, decay=700,
+        )  # fmt: skip
 
 
 class Batch(NamedTuple):
@@ -137,7 +153,7 @@ def _turns(recipe: LabRecipe, step: int, words: Words, rng: random.Random) -> li
         if task == "drill":
             turns.append(_drill(words, rng, dictionary))
             continue
-        example = language.sample_split("train", task, rng, level)
+        example = language.sample_split("train", task, rng, level, recipe.rates)
         ids, prompt = words.turn(example.prompt.split(), example.response.split())
         # Nothing before the first token says which task comes.
         turns.append(Turn(ids, [0.0] + [recipe.prompt_loss] * (prompt - 1) + [1.0] * (len(ids) - prompt)))
@@ -158,7 +174,9 @@ def _drill(words: Words, rng: random.Random, dictionary: int | None) -> Turn:
 
 
 def build_model(recipe: LabRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama with fresh weights of the recipe's seed."""
+    """A Llama with fresh weights of the recipe's seed, or the packaged ones."""
+    if recipe.packaged_start:
+        return LlamaForCausalLM.from_pretrained(lab_target_path(), dtype=torch.float32)
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
         vocab_size=-(-len(tokenizer) // 64) * 64,
