@@ -69,7 +69,7 @@ class LabRecipe:
 
     @classmethod
     def retrained(cls, ambiguity: float) -> LabRecipe:
-        """A few minutes that teach the packaged target how often the language now varies; its facts stay as they are."""
+        """A few minutes that teach the packaged target how often the language now varies."""
         return cls(
             ambiguity=ambiguity, packaged_start=True, steps=800, curriculum=(0, 0, 0), drills_mixed=(0, 0),
             matrix_lr=1.5e-3, other_lr=1.5e-3, warmup=50, decay=700,
