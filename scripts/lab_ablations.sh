@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Other ways to carry and to train it, from the Markov baseline of recipes/lab.yaml with 15 proposals (docs/experiments.md).
-#   scripts/lab_ablations.sh [OUT] [SEED] [NAME...]      after `carryover run recipes/lab.yaml --out OUT`; five minutes each on one core
-# Run again it goes on where it stopped. Results: OUT/ablations-sSEED/{t0,t1}/results.json
+# Other ways to carry and to train it, from the baseline of a cell of recipes/lab.yaml (docs/experiments.md).
+#   scripts/lab_ablations.sh [OUT] [CELL] [NAME...]      after `carryover run recipes/lab.yaml --out OUT`; five minutes each on one core
+# Run again it goes on where it stopped. Results: OUT/ablations-CELL/{t0,t1}/results.json
 set -euo pipefail
-out=${1:-runs/lab} seed=${2:-0}
+out=${1:-runs/lab} name=${2:-markov-b16-s0}
 shift $(($# < 2 ? $# : 2))
-cell=$out/markov-b16-s$seed all=$out/ablations-s$seed
+cell=$out/$name all=$out/ablations-$name seed=${name##*-s}
 declare -A change=(
     [plain]="carry.interface=plain"                                  # carry rows look like context rows
     [projector]="carry.interface=projector"                          # a second fusion instead of one vector
@@ -14,6 +14,7 @@ declare -A change=(
     [drawn]="train.carryover.proposal_temperature=1"                 # first drafts drawn, not argmax
     [unrolled]="train.carryover.unroll=2"                            # first drafts with carry, as when decoding
     [drawn-unrolled]="train.carryover.proposal_temperature=1 train.carryover.unroll=2"
+    [drawn-unrolled-first]="train.carryover.proposal_temperature=1 train.carryover.unroll=2 train.carryover.first_pass_loss=0.5"
     [first]="train.carryover.first_pass_loss=0.5"                    # a loss on the first draft as well
     [dropout]="train.carryover.carry_dropout=0.3"                    # 30 % of anchors without carry
     [anchors-4]="train.carryover.anchors=4"
