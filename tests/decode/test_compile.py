@@ -93,8 +93,10 @@ def test_static_shapes_change_nothing(monkeypatch, family, with_drafter):
     target = tiny_target(family, 24, 6, 5, eos_token_id=[7], tie_word_embeddings=False)
     drafter = make_drafter(target, carry="embedding") if with_drafter else None
     for size in (1, 3):
-        made = facts(Engine(target, drafter, compile=True).generate_many(asked(), size))
-        assert made == facts(Engine(target, drafter).generate_many(asked(), size))
+        for limit in (None, 1) if with_drafter else (None,):
+            engines = [Engine(target, drafter, compile=fast, carry_rows=limit) for fast in (True, False)]
+            made, expected = (facts(engine.generate_many(asked(), size)) for engine in engines)
+            assert made == expected
 
 
 @pytest.mark.parametrize("queries", [1, 5])

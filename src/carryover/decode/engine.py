@@ -29,7 +29,7 @@ from torch import Tensor
 from ..compiled import Compiled, bucket, draft_block
 from ..drafter.modeling import Drafter
 from ..errors import InputError
-from ..rows import block_rows, draft_rows
+from ..rows import block_rows, draft_rows, rejected_seen
 from ..slots import SlotCache
 from ..target import Target
 from .processors import History, Penalties, Process
@@ -115,13 +115,18 @@ class Engine:
         timed: bool | None = None,
         penalties: Penalties = Penalties(),
         compile: bool = False,
+        carry_rows: int | None = None,
     ) -> None:
         """drafter: None decodes plainly. draft_sampling: how to choose proposals above temperature 0, see `verify.py`.
 
         carry: False ignores the drafter's carry interface. timed: fill in the times of every round, which makes it wait
         three times for an accelerator; None times on the CPU only. compile: decode with compiled models where that is
-        possible (see `compiled.py`); prompts are read uncompiled. Raises InputError for an unknown draft_sampling.
+        possible (see `compiled.py`); prompts are read uncompiled. carry_rows: a draft reads at most so many carry rows,
+        the first behind the anchor; 0 is carry off, None reads all. Raises InputError for an unknown draft_sampling or
+        a negative number of rows.
         """
+        if carry_rows is not None and carry_rows < 0:
+            raise InputError(f"carry_rows must be 0 or more, or None for all, got {carry_rows}.")
         if draft_sampling not in get_args(DraftSampling):
             raise InputError(f"draft_sampling must be greedy or probabilistic, got {draft_sampling!r}.")
         self.target = target
@@ -129,7 +134,8 @@ class Engine:
         self.sampling = sampling
         self.draft_sampling: DraftSampling = draft_sampling
         self.penalties = penalties
-        self.carries = carry and drafter is not None and drafter.config.carry != "none"
+        self.carries = carry and carry_rows != 0 and drafter is not None and drafter.config.carry != "none"
+        self.carry_rows = carry_rows
         self.timed = target.device.type == "cpu" if timed is None else timed
         self.layer_ids = drafter.config.layer_ids if drafter is not None else None
         self.proposals = drafter.config.num_proposals if drafter is not None else 0
@@ -418,7 +424,7 @@ class Engine:
             *proposed, accepted, token = row
             verdicts.append((proposed, accepted, token))
             request.base, request.anchor = request.anchor, request.anchor + accepted + 1
-            request.carried = self.proposals - accepted if self.carries else 0
+            request.carried = rejected_seen(accepted, self.proposals, self.carry_rows) if self.carries else 0
         return verdicts, logits
 
     def _clock(self) -> float:
