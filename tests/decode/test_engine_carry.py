@@ -147,6 +147,55 @@ def test_few_carry_rows_are_the_draft_whose_context_has_only_these(family_target
     assert differs == (limit < p)
 
 
+@pytest.mark.parametrize("limit", [None, 1, 2])
+@pytest.mark.parametrize("slots", ["fill_in", "next_token"])
+@pytest.mark.parametrize("kind", ["rejected_tokens", "target_top1"])
+def test_hints_stand_at_the_positions_they_are_about(family_target, kind, slots, limit):
+    """The embedded block of every round against one written position by position."""
+    truth = PROMPT + Engine(family_target).generate(PROMPT, 40).tokens
+    drafter = make_drafter(family_target, kind=ScriptedDrafter, slots=slots, block_size=6, **CARRIES[kind])
+    plan = [0, 9, 2, 1, 3, 9, 0, 0]
+    drafter.follow(truth, lambda r: plan[r] if r < len(plan) else 0)
+    blocks, block = [], drafter.block
+    drafter.block = lambda embeds, *args: (blocks.append(embeds), block(embeds, *args))[1]
+    generation = Engine(family_target, drafter, carry_rows=limit).generate(PROMPT, 24)
+    assert generation.tokens == truth[len(PROMPT) :][:24]
+    last, hinted = None, 0
+    for embeds, round_ in zip(blocks, generation.rounds, strict=True):
+        offered = {}
+        if last is not None:
+            rejected = range(last.accepted + 1, len(last.proposals) + 1)[:limit]
+            assert round_.carried == len(rejected)
+            branch = family_target.forward(torch.tensor([truth[: last.anchor + 1] + last.proposals]))
+            for j in rejected:
+                if kind == "rejected_tokens":
+                    offered[last.anchor + j] = last.proposals[j - 1]
+                else:
+                    offered[last.anchor + j + 1] = int(family_target.head(branch.hidden[0, last.anchor + j]).argmax())
+        tokens = [truth[round_.anchor]] + [drafter.config.mask_token_id] * 5
+        for k, token in enumerate(tokens):
+            expected = family_target.embed(torch.tensor(token))
+            if k and round_.anchor + k in offered:
+                expected = expected + drafter.carry.scale * family_target.embed(
+                    torch.tensor(offered[round_.anchor + k])
+                )
+                hinted += 1
+            assert torch.equal(embeds[0, k], expected)
+        last = round_
+    assert (hinted > 0) == (limit != 1 or kind == "target_top1")  # the first rejected token is about the anchor
+
+
+@pytest.mark.parametrize("kind", ["rejected_tokens", "target_top1"])
+@pytest.mark.parametrize("head", ["dflash", "rnn"])
+def test_fresh_hints_are_the_baseline_bit_for_bit(llama, head, kind):
+    baseline = make_drafter(llama, **HEADS[head])
+    hinting = same_weights(llama, baseline, **HEADS[head], **CARRIES[kind])
+    hinting.carry.start_from(hinting.fc)
+    expected, fresh = run(llama, baseline), run(llama, hinting)
+    assert fresh[0].tokens == expected[0].tokens and sum(r.carried for r in fresh[0].rounds) > 0
+    assert torch.equal(fresh[1], expected[1]) and torch.equal(fresh[2], expected[2])
+
+
 def test_no_carry_rows_are_carry_off_bit_for_bit(llama):
     drafter = make_drafter(llama, carry="embedding")
     states, _ = watch(drafter)
