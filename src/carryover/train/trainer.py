@@ -194,7 +194,7 @@ class DrafterTrainer(Trainer):
         if s.get("rules_compared"):
             logs["rules_differ"] = s["rules_differ"] / s["rules_compared"]
         if self.stage == "carryover" and self.drafter.config.hints:
-            logs["hint_scale"] = float(self.drafter.carry.scale)
+            logs["hint_scale"] = float(self.drafter.carry.scale.detach())
         self.sums = {}
         super().log(logs, start_time)
 
