@@ -117,6 +117,24 @@ def test_generate_several_turns_and_penalties(files: Files, tmp_path: Path) -> N
     assert "repetition penalty must be above 0" in call(*command, "--repetition-penalty", 0, code=2)
 
 
+def test_a_drafter_with_hints(files: Files, tmp_path: Path) -> None:
+    """Checked, converted there and back, and decoded with few of its rows."""
+    fits = Target.load(files.target)
+    known = {"max_position_embeddings": fits.max_length, "target_fingerprint": fits.fingerprint()}
+    save_drafter(random_drafter(3, carry="hint", carry_hint="target_top1", **known), tmp_path / "hint")
+    call("check", tmp_path / "hint", "--target", files.target)
+    call("convert", tmp_path / "hint", tmp_path / "zlab", "--to", "zlab")
+    before, after = load_drafter(tmp_path / "hint"), load_drafter(tmp_path / "zlab")
+    assert (after.config.carry, after.config.carry_hint) == ("hint", "target_top1")
+    assert torch.equal(after.carry.scale, before.carry.scale) and before.carry.scale != 0
+    results = json.loads(call(
+        "evaluate", "--target", files.target, "--drafter", tmp_path / "zlab", "--prompts", files.prompts, "--out",
+        tmp_path / "run", "--limit", 2, "--max-new-tokens", 8, "--carry-rows", 0, "--carry-rows", 1, "--json",
+    ))  # fmt: skip
+    assert [run["name"] for run in results["runs"][1:]] == ["zlab (0 carry rows)", "zlab (1 carry row)", "zlab"]
+    assert all(run["overall"]["divergent"] == 0 for run in results["runs"])
+
+
 def cli_prompt_ids(target: Target, text: str) -> list[int]:
     from carryover.data.chat import render_prompt
 

@@ -213,6 +213,8 @@ def test_drafter_config_overrides(tmp_path, target):
     assert (config.slots, config.num_proposals, config.markov_rank, config.markov_kind) == ("next_token", 5, 8, "gated")
     assert config.confidence and config.confidence_with_markov
     assert (config.carry, config.carry_projector) == ("projector", "bottleneck")
+    hinting = drafter_config(load(tmp_path, SMALL, "carry={interface: hint, hint: target_top1}"), target)
+    assert (hinting.carry, hinting.carry_hint) == ("hint", "target_top1")
     dflash = drafter_config(load(tmp_path, SMALL, "drafter.confidence=true"), target)
     assert dflash.confidence and not dflash.confidence_with_markov
 

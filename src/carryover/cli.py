@@ -250,6 +250,9 @@ def evaluate(
     max_new_tokens: MaxNewTokensOption = 256,
     seed: SeedOption = 0,
     carry_off: Annotated[bool, typer.Option("--carry-off", help="Also run carrying drafters without carry.")] = False,
+    carry_rows: Annotated[
+        list[int] | None, typer.Option(min=0, help="Also run them with at most so many carry rows; repeatable.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that decode together; 1 measures latency.")] = 1,
     stop_loops: Annotated[
         bool, typer.Option("--stop-loops", help="End responses that become degenerate loops.")
@@ -274,8 +277,9 @@ def evaluate(
     penalties = Penalties(repetition_penalty, presence_penalty, frequency_penalty, min_new_tokens)
     options = _template(template)
     plan = Plan(
-        max_new_tokens, sampling, draft_sampling, seed, carry_off, batch_size, penalties, options, compile, stop_loops
-    )
+        max_new_tokens, sampling, draft_sampling, seed, carry_off, batch_size, penalties, options, compile, stop_loops,
+        tuple(carry_rows or ()),
+    )  # fmt: skip
     asked = load_prompts(prompts, task, limit, seed)
     loaded = _target(target, dtype, device)
     named = [os.path.normpath(path) for path in drafter or []]

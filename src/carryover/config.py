@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from .drafter.config import Carry, CarrySite, DrafterConfig, MarkovKind, Projector, Slots
+from .drafter.config import Carry, CarrySite, DrafterConfig, Hint, MarkovKind, Projector, Slots
 from .errors import InputError
 from .layer_ids import LayerIds
 
@@ -88,6 +88,7 @@ class CarryConfig(Section):
     interface: Carry = "embedding"
     site: CarrySite = "pre_norm"
     projector: Projector = "fc_copy"  # used by interface: projector
+    hint: Hint = "rejected_tokens"  # used by interface: hint, which carries tokens instead of states
 
 
 class DataConfig(Section):
@@ -475,6 +476,7 @@ def drafter_config(recipe: Recipe, target: Target) -> DrafterConfig:
         carry=recipe.carry.interface,
         carry_site=recipe.carry.site,
         carry_projector=recipe.carry.projector,
+        carry_hint=recipe.carry.hint,
     ).checked()
 
 

@@ -88,6 +88,12 @@ def _branch_rows(kind: int, anchor: Tensor, document: Tensor, offset: Tensor, ac
     return rows.map(lambda field: field.flatten(1))
 
 
+def rejected_seen(accepted: int, proposals: int, limit: int | None = None) -> int:
+    """How many rejected rows of a verification the next draft sees: the first `limit` behind the accepted ones; None:
+    all of them. The first of all has the position of the new anchor."""
+    return min(proposals - accepted, proposals if limit is None else limit)
+
+
 def draft_rows(length: int, base: Tensor, anchor: Tensor, carried: Tensor, block_size: int) -> Rows:
     """Rows of a draft cache, `[b, length]`, where row index is position but for the block (see `DraftCache`).
 

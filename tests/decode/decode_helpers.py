@@ -35,6 +35,8 @@ CARRIES: dict[str, dict[str, Any]] = {
     "post_norm": {"carry": "embedding", "carry_site": "post_norm"},
     "projector": {"carry": "projector"},
     "bottleneck": {"carry": "projector", "carry_projector": "bottleneck"},
+    "rejected_tokens": {"carry": "hint"},
+    "target_top1": {"carry": "hint", "carry_hint": "target_top1"},
 }
 
 

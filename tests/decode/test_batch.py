@@ -44,6 +44,7 @@ ENGINES = [
         (list(HEADS)[i], "embedding", list(LAYERS)[i], Sampling()),
         (list(HEADS)[3 - i], list(CARRIES)[i + 1], list(LAYERS)[3 - i], Sampling(0.9, top_p=0.95)),
         ("dflash", "none", "full", Sampling()),
+        (list(HEADS)[i], ("rejected_tokens", "target_top1")[i % 2], list(LAYERS)[i], Sampling((i // 2) * 0.9)),
     )
 ]
 
@@ -64,6 +65,17 @@ def test_a_response_does_not_depend_on_its_company(family, head, carry, layers, 
         assert len(together) == len(asked)
         for i, expected in enumerate(alone):
             assert together[i] == expected, (size, i)
+
+
+def test_few_carry_rows_in_company():
+    """Requests of one batch carry what they may, those with little to carry and those with more than the limit."""
+    target = small("llama")
+    for interface in (CARRIES["embedding"], {**CARRIES["embedding"], **LAYERS["causal"]}, CARRIES["target_top1"]):
+        engine = Engine(target, make_drafter(target, slots="next_token", **interface), carry_rows=2)
+        asked = prompts()
+        alone = [facts(engine.generate(*prompt[:3])) for prompt in asked]
+        assert {carried for _, _, rounds in alone for *_, carried in rounds} >= {0, 2}
+        assert {i: facts(g) for i, g in engine.generate_many(asked, 4)} == dict(enumerate(alone))
 
 
 def test_batches_work_through_the_queue_and_forward_once_a_round(monkeypatch):

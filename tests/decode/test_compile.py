@@ -85,16 +85,18 @@ def test_where_it_is_impossible_one_note_is_all_that_happens(monkeypatch, capsys
     assert [note for note in notes if "uncompiled" in note] == notes[1:] and "no C++ compiler" in notes[1]
 
 
-@pytest.mark.parametrize("with_drafter", [False, True])
+@pytest.mark.parametrize("carry", [None, "embedding", "hint"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text", "gemma4_unified_text"])
-def test_static_shapes_change_nothing(monkeypatch, family, with_drafter):
+def test_static_shapes_change_nothing(monkeypatch, family, carry):
     """The same functions uncompiled, with caches read whole and empty slots beside the requests."""
     monkeypatch.setattr(torch, "compile", lambda function, **kwargs: function)
     target = tiny_target(family, 24, 6, 5, eos_token_id=[7], tie_word_embeddings=False)
-    drafter = make_drafter(target, carry="embedding") if with_drafter else None
+    drafter = make_drafter(target, carry=carry) if carry else None
     for size in (1, 3):
-        made = facts(Engine(target, drafter, compile=True).generate_many(asked(), size))
-        assert made == facts(Engine(target, drafter).generate_many(asked(), size))
+        for limit in (None, 1) if carry == "embedding" else (None,):
+            engines = [Engine(target, drafter, compile=fast, carry_rows=limit) for fast in (True, False)]
+            made, expected = (facts(engine.generate_many(asked(), size)) for engine in engines)
+            assert made == expected
 
 
 @pytest.mark.parametrize("queries", [1, 5])

@@ -9,6 +9,7 @@ from tiny import tiny_target
 
 from carryover.decode.engine import Engine
 from carryover.decode.sampling import Sampling
+from carryover.errors import InputError
 from carryover.rows import block_rows, carry_rows, concat, context_rows
 
 NEW = 14
@@ -42,16 +43,20 @@ def watch(drafter):
     return states, logits
 
 
-def recompute(target, drafter, tokens, anchor, last=None):
-    """Block states `[1, B, D]` at `anchor`, with nothing cached: the training pass with masks from rows.py."""
+def recompute(target, drafter, tokens, anchor, last=None, limit=99):
+    """Block states `[1, B, D]` at `anchor`, with nothing cached: the training pass with masks from rows.py.
+
+    limit: as if the last round had made only so many proposals behind the accepted ones.
+    """
     zero = torch.zeros(1, 1, dtype=torch.long)
     positions = torch.arange(anchor)[None]
     features = target.forward(torch.tensor([tokens[:anchor]]), layer_ids=drafter.config.layer_ids).features
     block = block_rows(zero + anchor, zero, drafter.config.block_size)
     keys, carried, carried_at = [context_rows(positions, torch.zeros_like(positions))], None, None
     if last is not None:
-        rows = carry_rows(zero + last.anchor, zero, zero + last.accepted, len(last.proposals))
-        branch = torch.tensor([tokens[: last.anchor + 1] + last.proposals])
+        proposals = last.proposals[: last.accepted + limit]
+        rows = carry_rows(zero + last.anchor, zero, zero + last.accepted, len(proposals))
+        branch = torch.tensor([tokens[: last.anchor + 1] + proposals])
         carried = target.forward(branch, layer_ids=drafter.config.layer_ids).features[:, last.anchor + 1 :]
         carried_at = rows.position
         keys.append(rows)
@@ -111,6 +116,96 @@ def test_carry_rows_live_one_round_at_their_own_positions(family_target, slots):
         assert seen.pop() == (None, anchor + carried, anchor + carried + drafter.config.block_size)
         tokens += round_.committed
         last = round_
+
+
+@pytest.mark.parametrize("limit", [1, 2, 99])
+@pytest.mark.parametrize("layers", ["full", "sliding"])
+def test_few_carry_rows_are_the_draft_whose_context_has_only_these(family_target, layers, limit):
+    """Round by round, right about 0, all but one, all, ... proposals; and the output is still the target's."""
+    truth = Engine(family_target).generate(PROMPT, 40).tokens
+    drafter = make_drafter(
+        family_target, kind=ScriptedDrafter, slots="next_token", initializer_range=0.1, carry="embedding",
+        **LAYERS[layers],
+    )  # fmt: skip
+    p, plan = drafter.config.num_proposals, [0, 3, 9, 1, 2, 0, 0, 0]
+    drafter.follow(PROMPT + truth, lambda r: plan[r] if r < len(plan) else 0)
+    states, _ = watch(drafter)
+    generation = Engine(family_target, drafter, carry_rows=limit).generate(PROMPT, 24)
+    assert generation.tokens == truth[:24]
+    rejected = [0, *(p - r.accepted for r in generation.rounds[:-1])]
+    assert [r.carried for r in generation.rounds] == [min(limit, count) for count in rejected]
+    assert {0, 1, 3, 4} <= set(rejected)
+    last, differs = None, False
+    for state, round_ in zip(list(states), generation.rounds, strict=True):
+        tokens = PROMPT + truth
+        expected = recompute(family_target, drafter, tokens, round_.anchor, last, limit)
+        assert (state - expected).abs().max() < 1e-5
+        if last is not None:
+            whole = recompute(family_target, drafter, tokens, round_.anchor, last)
+            differs |= not torch.allclose(whole, expected, atol=1e-3)
+        last = round_
+    assert differs == (limit < p)
+
+
+@pytest.mark.parametrize("limit", [None, 1, 2])
+@pytest.mark.parametrize("slots", ["fill_in", "next_token"])
+@pytest.mark.parametrize("kind", ["rejected_tokens", "target_top1"])
+def test_hints_stand_at_the_positions_they_are_about(family_target, kind, slots, limit):
+    """The embedded block of every round against one written position by position."""
+    truth = PROMPT + Engine(family_target).generate(PROMPT, 40).tokens
+    drafter = make_drafter(family_target, kind=ScriptedDrafter, slots=slots, block_size=6, **CARRIES[kind])
+    plan = [0, 9, 2, 1, 3, 9, 0, 0]
+    drafter.follow(truth, lambda r: plan[r] if r < len(plan) else 0)
+    blocks, block = [], drafter.block
+    drafter.block = lambda embeds, *args: (blocks.append(embeds), block(embeds, *args))[1]
+    generation = Engine(family_target, drafter, carry_rows=limit).generate(PROMPT, 24)
+    assert generation.tokens == truth[len(PROMPT) :][:24]
+    last, hinted = None, 0
+    for embeds, round_ in zip(blocks, generation.rounds, strict=True):
+        offered = {}
+        if last is not None:
+            rejected = range(last.accepted + 1, len(last.proposals) + 1)[:limit]
+            assert round_.carried == len(rejected)
+            branch = family_target.forward(torch.tensor([truth[: last.anchor + 1] + last.proposals]))
+            for j in rejected:
+                if kind == "rejected_tokens":
+                    offered[last.anchor + j] = last.proposals[j - 1]
+                else:
+                    offered[last.anchor + j + 1] = int(family_target.head(branch.hidden[0, last.anchor + j]).argmax())
+        tokens = [truth[round_.anchor]] + [drafter.config.mask_token_id] * 5
+        for k, token in enumerate(tokens):
+            expected = family_target.embed(torch.tensor(token))
+            if k and round_.anchor + k in offered:
+                expected = expected + drafter.carry.scale * family_target.embed(
+                    torch.tensor(offered[round_.anchor + k])
+                )
+                hinted += 1
+            assert torch.equal(embeds[0, k], expected)
+        last = round_
+    assert (hinted > 0) == (limit != 1 or kind == "target_top1")  # the first rejected token is about the anchor
+
+
+@pytest.mark.parametrize("kind", ["rejected_tokens", "target_top1"])
+@pytest.mark.parametrize("head", ["dflash", "rnn"])
+def test_fresh_hints_are_the_baseline_bit_for_bit(llama, head, kind):
+    baseline = make_drafter(llama, **HEADS[head])
+    hinting = same_weights(llama, baseline, **HEADS[head], **CARRIES[kind])
+    hinting.carry.start_from(hinting.fc)
+    expected, fresh = run(llama, baseline), run(llama, hinting)
+    assert fresh[0].tokens == expected[0].tokens and sum(r.carried for r in fresh[0].rounds) > 0
+    assert torch.equal(fresh[1], expected[1]) and torch.equal(fresh[2], expected[2])
+
+
+def test_no_carry_rows_are_carry_off_bit_for_bit(llama):
+    drafter = make_drafter(llama, carry="embedding")
+    states, _ = watch(drafter)
+    off = Engine(llama, drafter, carry=False).generate(PROMPT, NEW)
+    none = Engine(llama, drafter, carry_rows=0).generate(PROMPT, NEW)
+    half = len(states) // 2
+    assert none.tokens == off.tokens and all(r.carried == 0 for r in none.rounds)
+    assert all(torch.equal(a, b) for a, b in zip(states[:half], states[half:], strict=True))
+    with pytest.raises(InputError, match="carry_rows must be 0 or more"):
+        Engine(llama, drafter, carry_rows=-1)
 
 
 def test_requests_do_not_share_carry(llama):

@@ -16,6 +16,7 @@ KINDS = [
     {"markov_rank": 6, "markov_kind": "gated", "carry": "embedding"},
     {"markov_rank": 6, "markov_kind": "rnn", "carry": "projector"},
     {"carry": "projector", "carry_projector": "bottleneck", "attention_bias": True},
+    {"carry": "hint", "carry_hint": "target_top1"},
 ]
 
 

@@ -44,6 +44,7 @@ from carryover.errors import InputError
         ({"carry": "kv"}, "carry must be one of"),
         ({"carry_site": "fc"}, "carry_site must be one of"),
         ({"carry_projector": "mlp"}, "carry_projector must be one of"),
+        ({"carry": "hint", "carry_hint": "top2"}, "carry_hint must be one of rejected_tokens, target_top1"),
         ({"mask_token_id": -1}, "mask_token_id"),
         ({"mask_token_id": 96}, "mask_token_id 96 is no row of the target's embedding (0 to 95)"),
         ({"layer_types": ["full_attention"]}, "layer_types must name"),
@@ -114,6 +115,14 @@ def test_config_survives_its_own_dictionary_and_file(tmp_path):
     for again in (DrafterConfig.from_dict(c.to_dict()), DrafterConfig.from_pretrained(tmp_path)):
         for field in DrafterConfig.__annotations__:
             assert getattr(again, field) == getattr(c, field), field
+
+
+def test_only_drafters_with_hints_store_which(tmp_path):
+    """What others store, and so their digest, is what it was before hints existed."""
+    assert "carry_hint" not in config(carry="embedding").to_dict()
+    config(carry="hint", carry_hint="target_top1").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["carry_hint"] == "target_top1"
+    assert DrafterConfig.from_pretrained(tmp_path).carry_hint == "target_top1"
 
 
 def test_attributes_hung_on_a_config_are_not_stored(tmp_path):

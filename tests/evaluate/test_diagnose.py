@@ -145,6 +145,9 @@ def test_command_and_report(tmp_path: Path) -> None:
     wrong = diagnose_("base", "carry")
     assert wrong.exit_code == 2 and wrong.stderr.startswith("error: ") and "has no carry" in wrong.stderr
     assert wrong.stderr.count("\n") == 1
+    save_drafter(random_drafter(2, carry="hint", **known), tmp_path / "hint")
+    hinting = diagnose_("hint", "base")
+    assert hinting.exit_code == 2 and "carries token hints" in hinting.stderr
 
     evaluated = CliRunner().invoke(
         cli.app, ["evaluate", *common, "--drafter", str(tmp_path / "carry"), "--out", str(out)]

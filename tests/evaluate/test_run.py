@@ -18,7 +18,7 @@ from carryover.drafter.config import DrafterConfig
 from carryover.drafter.modeling import Drafter
 from carryover.errors import InputError
 from carryover.evaluate.divergence import first_difference
-from carryover.evaluate.run import Plan, evaluate, ids_of, prompt_seed, read_trace, short_names
+from carryover.evaluate.run import Plan, evaluate, few, ids_of, prompt_seed, read_trace, short_names
 from carryover.target import Target
 
 PROMPTS = [
@@ -83,6 +83,20 @@ def test_results_file(target: Target, drafters: dict[str, Drafter], tmp_path: Pa
     assert carried["carry"] > 1 and carried["base"] == carried["carry (carry off)"] == 0
     pairs = [(c["a"], c["b"]) for c in results["comparisons"] if c["task"] == "overall"]
     assert pairs == [("carry (carry off)", "base"), ("carry", "base"), ("carry", "carry (carry off)")]
+
+
+def test_few_carry_rows(target: Target, drafters: dict[str, Drafter], tmp_path: Path) -> None:
+    plan = Plan(max_new_tokens=12, carry_rows=(2, 1, 0, 2))
+    results = evaluate(target, drafters, PROMPTS, tmp_path, plan, progress=False)
+    assert [(r["name"], r["drafter"], r["carry"]) for r in results["runs"][2:]] == [
+        ("carry (0 carry rows)", "runs/carry", False),
+        ("carry (1 carry row)", "runs/carry", True),
+        ("carry (2 carry rows)", "runs/carry", True),
+        ("carry", "runs/carry", True),
+    ]
+    carried = [run["overall"]["carried_rows"] for run in results["runs"][2:]]
+    assert carried[0] == 0 < carried[1] < 1 < carried[2] < 2 < carried[3]
+    assert all(run["overall"]["divergent"] == 0 for run in results["runs"])
 
 
 def test_figures_are_those_of_single_generations(target: Target, drafters: dict[str, Drafter], tmp_path: Path) -> None:
@@ -231,6 +245,7 @@ def test_short_names() -> None:
     assert short_names(["runs/a/base", "runs/b/base"]) == ["a/base", "b/base"]
     assert short_names(["x/autoregressive"]) == ["x/autoregressive"]
     assert short_names([]) == []
+    assert short_names(["x/a", "y/a (1 carry row)"], [few(1)]) == ["x/a", "y/a (1 carry row)"]
 
 
 def test_seeds_belong_to_prompts() -> None:

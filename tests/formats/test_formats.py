@@ -42,6 +42,8 @@ DRAFTERS = {
     "plain": {"carry": "plain", "slots": "next_token"},
     "fc_copy": {"carry": "projector", "slots": "next_token"},
     "bottleneck": {"carry": "projector", "carry_projector": "bottleneck"},
+    "hint": {"carry": "hint", "slots": "next_token"},
+    "hint top1": {"carry": "hint", "carry_hint": "target_top1", "slots": "next_token"},
     "few tokens": {"draft_vocab_size": 11, "slots": "next_token"},
     "few tokens vanilla": {"draft_vocab_size": 11, "carry": "embedding", **MARKOV},
 }

@@ -25,6 +25,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
                "sliding_causal": True}),
     ("llama", {"carry": "embedding", "layer_types": ["sliding_attention"] * 2, "sliding_window": 7,
                "sliding_window_from_anchor": True}),
+    ("llama", {"carry": "hint"}),
+    ("gemma3_text", {"carry": "hint", "slots": "next_token", "markov_rank": 4}),
+    ("qwen3", {"carry": "hint", "carry_hint": "target_top1"}),
+    ("llama", {"carry": "hint", "carry_hint": "target_top1", "slots": "next_token", "layer_types":
+               ["sliding_attention", "full_attention"], "sliding_window": 6, "sliding_causal": True}),
 ]  # fmt: skip
 
 
@@ -77,16 +82,18 @@ def test_training_states_equal_decoding_states_in_every_round(family: str, overr
         whole = [r for r in rounds if len(r.proposals) == drafter.config.num_proposals][:-1]
         previous = Anchors.at(at[:, : len(whole)], torch.ones(1, len(whole), dtype=torch.bool), batch)
         proposals = torch.tensor([[r.proposals for r in whole]])
-        features, _ = verify(drafter, target, prefix, previous, proposals, greedy=False)
+        verified = verify(drafter, target, prefix, previous, proposals, greedy=False)
         accepted = torch.tensor([[r.accepted for r in whole]])
         following = Anchors.at(at[:, 1 : len(whole) + 1], torch.ones(1, len(whole), dtype=torch.bool), batch)
-        step = Transition(previous, proposals, accepted, following, features, None)
+        step = Transition(previous, proposals, accepted, following, *verified)
         if drafter.config.carry != "none":
             trained.append(second_draft(drafter, target, batch, prefix, step))
 
     for i, states in enumerate(engine.states):
         carried = drafter.config.carry != "none" and i > 0 and rounds[i].carried > 0
         expected = trained[1][i - 1] if carried else trained[0][i]
+        if carried and rounds[i].carried > 1:
+            assert not torch.allclose(expected, trained[0][i], atol=1e-3), "or else carry would not show"
         assert torch.allclose(states[0], expected, atol=2e-5), f"round {i}"
     if drafter.config.carry != "none":
         assert {r.carried for r in rounds} - {0}, "some round must carry"

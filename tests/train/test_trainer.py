@@ -12,7 +12,7 @@ import torch
 import yaml
 from tiny import tiny_target
 
-from carryover.config import Recipe
+from carryover.config import CarryConfig, Recipe
 from carryover.data.corpus import load_corpus, pack
 from carryover.decode.engine import Engine
 from carryover.drafter.modeling import Drafter
@@ -186,6 +186,17 @@ def test_carry_starts_as_the_same_function(target: Target, corpus: Path, tmp_pat
     assert torch.equal(carrying.carried(features), carrying.context(features))
     with pytest.raises(InputError, match="already carries"):
         with_carry(carrying, r)
+
+
+def test_hints_start_as_the_baseline_and_are_learnt(target: Target, corpus: Path, tmp_path: Path) -> None:
+    r = recipe(corpus, tmp_path, steps=3, logging_steps=1)
+    r = r.model_copy(update={"carry": CarryConfig(interface="hint", hint="target_top1")})
+    base = train(r, "baseline", tmp_path / "base", target=target, progress=False)
+    fresh = with_carry(Drafter.from_pretrained(base), r)
+    assert weights(base).keys() == fresh.state_dict().keys() - {"carry.scale"} and fresh.carry.scale == 0
+    hinting = train(r, "carryover", tmp_path / "hint", start=base, target=target, progress=False)
+    assert Drafter.from_pretrained(hinting).config.carry_hint == "target_top1"
+    assert log(hinting, "hint_scale")[-1] == pytest.approx(float(weights(hinting)["carry.scale"])) != 0
 
 
 def test_wrong_starts_are_refused_and_nothing_is_overwritten(target: Target, corpus: Path, tmp_path: Path) -> None:

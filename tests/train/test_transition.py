@@ -24,6 +24,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"carry": "plain", "slots": "next_token", "markov_rank": 4, "markov_kind": "rnn"}),
     ("gemma3_text", {"carry": "embedding", "carry_site": "post_norm", "markov_rank": 4}),
     ("llama", {"carry": "embedding", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}),
+    ("llama", {"carry": "hint"}),
+    ("gemma3_text", {"carry": "hint", "carry_hint": "target_top1", "slots": "next_token", "markov_rank": 4}),
 ]
 
 
@@ -56,8 +58,13 @@ def setup(family: str, overrides: dict[str, Any]) -> tuple[Target, Drafter, dict
     return target, drafter, batch, anchors
 
 
-def alone(target: Target, drafter: Drafter, row: dict[str, list[int]], a: int, carry: Any = None) -> torch.Tensor:
-    """Proposing rows of one block at position `a` of one document: plain forward of its own prefix, one anchor."""
+def alone(
+    target: Target, drafter: Drafter, row: dict[str, list[int]], a: int, carry: Any = None, hints: Any = None
+) -> torch.Tensor:
+    """Proposing rows of one block at position `a` of one document: plain forward of its own prefix, one anchor.
+
+    hints: tokens by absolute position.
+    """
     tokens = torch.tensor([row["ids"][:a]])
     features = target.forward(tokens, layer_ids=drafter.config.layer_ids).features
     at = torch.arange(a)[None]
@@ -69,6 +76,9 @@ def alone(target: Target, drafter: Drafter, row: dict[str, list[int]], a: int, c
         kv = [(torch.cat((k, ck), 2), torch.cat((v, cv), 2)) for (k, v), (ck, cv) in zip(kv, marked, strict=True)]
     b = drafter.config.block_size
     embeds = target.embed(drafter.block_tokens(torch.tensor([row["ids"][a]])))
+    for position, token in (hints or {}).items():
+        if a < position < a + b:
+            embeds[0, position - a] += drafter.carry.scale * target.embed(torch.tensor(token))
     masks = {}
     window = drafter.config.sliding_window
     for kind in set(drafter.config.layer_types):
@@ -132,9 +142,15 @@ def test_the_parallel_step_equals_the_step_done_anchor_by_anchor(family: str, ov
                 continue
             seen_counts.add(count)
             assert int(step.next.position[r, n]) == shifted
-            carry = (states[count:], list(range(shifted, a + p + 1))) if count < p else None
+            rejected, carry, hints = range(count + 1, p + 1), None, None
+            if drafter.config.carry != "hint":
+                carry = (states[count:], list(range(shifted, a + p + 1))) if count < p else None
+            elif drafter.config.carry_hint == "rejected_tokens":
+                hints = {a + j: proposals[j - 1] for j in rejected}
+            else:
+                hints = {a + j + 1: greedy[j] for j in rejected}
             with torch.no_grad():
-                expected = alone(target, drafter, row, shifted, carry)
+                expected = alone(target, drafter, row, shifted, carry, hints)
             assert torch.allclose(hidden[r, n], expected, atol=1e-5)
             total += slow_loss(target, drafter, row, shifted, expected, objective)
     assert len(seen_counts) >= 3, "the fixture must cover several accepted counts"
@@ -173,8 +189,9 @@ def loss_of(target: Target, drafter: Drafter, batch: Any, prefix: Any, step: Tra
     return block_loss(hidden, *flat, lambda h, y: drafter.logits(h, y, target.head), Objective()).loss
 
 
-def test_gradient_flows_through_the_second_draft_and_the_mark_only() -> None:
-    target, drafter, batch, anchors = setup("llama", {"carry": "embedding"})
+@pytest.mark.parametrize("carry", ["embedding", "hint"])
+def test_gradient_flows_through_the_second_draft_and_the_mark_only(carry: str) -> None:
+    target, drafter, batch, anchors = setup("llama", {"carry": carry})
     prefix = read_prefix(target, drafter, batch, keep_cache=True)
     step = transition(drafter, target, batch, prefix, anchors)
     assert not step.proposals.requires_grad and not step.carry_features.requires_grad
@@ -190,14 +207,15 @@ def test_gradient_flows_through_the_second_draft_and_the_mark_only() -> None:
         assert torch.allclose(p.grad, gradients[name], atol=1e-7)
 
 
-def test_full_acceptance_carries_nothing_and_the_mark_gets_no_gradient_from_it() -> None:
-    target, drafter, batch, anchors = setup("llama", {"carry": "embedding"})
+@pytest.mark.parametrize("carry", ["embedding", "hint"])
+def test_full_acceptance_carries_nothing_and_the_mark_gets_no_gradient_from_it(carry: str) -> None:
+    target, drafter, batch, anchors = setup("llama", {"carry": carry})
     prefix = read_prefix(target, drafter, batch, keep_cache=True)
     step = transition(drafter, target, batch, prefix, anchors)
     full = step._replace(accepted=torch.full_like(step.accepted, drafter.config.num_proposals))
     loss = loss_of(target, drafter, batch, prefix, full)
     loss.backward()
-    assert float(drafter.carry.embedding.grad.abs().sum()) == 0
+    assert all(float(p.grad.abs().sum()) == 0 for p in drafter.carry.parameters())
     with torch.no_grad():
         without = draft(drafter, target, batch, prefix, step.next)
         assert torch.allclose(second_draft(drafter, target, batch, prefix, full), without, atol=1e-5)
@@ -249,20 +267,21 @@ def test_the_prefix_cache_is_untouched_by_verification() -> None:
         assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
 
 
-@pytest.mark.parametrize(("family", "overrides"), [CASES[0], CASES[4]])
+@pytest.mark.parametrize(("family", "overrides"), [CASES[0], CASES[4], CASES[5]])
 def test_anchors_in_one_sequence_and_anchors_apart_are_the_same_draft(family: str, overrides: dict[str, Any]) -> None:
     target, drafter, batch, anchors = setup(family, overrides)
     prefix = read_prefix(target, drafter, batch, keep_cache=True)
     step = transition(drafter, target, batch, prefix, anchors)
     with torch.no_grad():
-        for carried in (None, Carried(anchors, step.accepted, step.carry_features)):
+        for carried in (None, Carried(anchors, step.accepted, step.carry_features, step.hints)):
             together, apart = (draft(drafter, target, batch, prefix, step.next, carried, t) for t in (True, False))
             valid = step.next.valid.flatten()
             assert torch.allclose(together[valid], apart[valid], atol=1e-5)
 
 
-def test_an_unrolled_first_draft_reads_what_the_round_before_rejected() -> None:
-    target, drafter, batch, anchors = setup("llama", {"carry": "embedding", "slots": "next_token", "markov_rank": 4})
+@pytest.mark.parametrize("carry", ["embedding", "hint"])
+def test_an_unrolled_first_draft_reads_what_the_round_before_rejected(carry: str) -> None:
+    target, drafter, batch, anchors = setup("llama", {"carry": carry, "slots": "next_token", "markov_rank": 4})
     prefix = read_prefix(target, drafter, batch, keep_cache=True)
     with torch.no_grad():
         first = transition(drafter, target, batch, prefix, anchors)

@@ -3,7 +3,7 @@
 A round of a request at anchor `a`, its last committed token, whose state the target has not computed yet:
 
 1. the drafter takes in the features of the tokens committed since its last draft, for good;
-2. and those of the proposals rejected since then, for this draft only (carry);
+2. and those of the proposals rejected since then, for this draft only (carry; or, with token hints, their tokens);
 3. it runs its block at `a` and proposes P tokens;
 4. the target runs [anchor, proposals] in one forward; a rule accepts the first n and adds a token of the target's own;
 5. the next anchor is `a + n + 1`; what the target computed behind it is forgotten.
@@ -29,7 +29,7 @@ from torch import Tensor
 from ..compiled import Compiled, bucket, draft_block
 from ..drafter.modeling import Drafter
 from ..errors import InputError
-from ..rows import block_rows, draft_rows
+from ..rows import block_rows, draft_rows, rejected_seen
 from ..slots import SlotCache
 from ..target import Target
 from .loops import LoopWatch
@@ -58,7 +58,7 @@ class Active:
 
     ids: prompt and response so far. base: where the last verification began. anchor: position of the last committed
     token; rows base..anchor-1 of that verification were committed, the rest was rejected. carried: how many of these
-    the next draft reads.
+    the next draft reads, as rows or as hints.
     """
 
     ids: list[int]
@@ -77,13 +77,15 @@ class Batch:
     """Requests that decode together, request i in slot i, and what lies on the device for them.
 
     tokens: the last committed token of each, `[slots]`. features: the target's states of the last verification,
-    `[slots, P+1, M*Dt]`; None without a drafter, as is draft_cache.
+    `[slots, P+1, M*Dt]`; None without a drafter, as is draft_cache. hints: the token that each row of a proposal offers
+    to the next draft, `[slots, P]`; None where nobody reads them.
     """
 
     tokens: Tensor
     cache: SlotCache
     draft_cache: DraftCache | None = None
     features: Tensor | None = None
+    hints: Tensor | None = None
     requests: list[Active] = field(default_factory=list)
 
     @property
@@ -101,6 +103,8 @@ class Batch:
             if self.draft_cache is not None and self.features is not None:
                 self.draft_cache.move(last, slot, moved.base)
                 self.features[slot] = self.features[last]
+            if self.hints is not None:
+                self.hints[slot] = self.hints[last]
         self.requests.pop()
 
 
@@ -118,14 +122,19 @@ class Engine:
         penalties: Penalties = Penalties(),
         compile: bool = False,
         stop_loops: bool = False,
+        carry_rows: int | None = None,
     ) -> None:
         """drafter: None decodes plainly. draft_sampling: how to choose proposals above temperature 0, see `verify.py`.
 
         carry: False ignores the drafter's carry interface. timed: fill in the times of every round, which makes it wait
         three times for an accelerator; None times on the CPU only. compile: decode with compiled models where that is
         possible (see `compiled.py`); prompts are read uncompiled. stop_loops: end a response where it becomes a
-        degenerate loop (see `loops.py`). Raises InputError for an unknown draft_sampling.
+        degenerate loop (see `loops.py`). carry_rows: a draft reads at most so many carry rows, the first behind the
+        anchor; 0 is carry off, None reads all. Raises InputError for an unknown draft_sampling or a negative number of
+        rows.
         """
+        if carry_rows is not None and carry_rows < 0:
+            raise InputError(f"carry_rows must be 0 or more, or None for all, got {carry_rows}.")
         if draft_sampling not in get_args(DraftSampling):
             raise InputError(f"draft_sampling must be greedy or probabilistic, got {draft_sampling!r}.")
         self.target = target
@@ -133,7 +142,9 @@ class Engine:
         self.sampling = sampling
         self.draft_sampling: DraftSampling = draft_sampling
         self.penalties = penalties
-        self.carries = carry and drafter is not None and drafter.config.carry != "none"
+        self.carries = carry and carry_rows != 0 and drafter is not None and drafter.config.carry != "none"
+        self.carry_rows = carry_rows
+        self.hints = self.carries and drafter is not None and drafter.config.hints
         self.timed = target.device.type == "cpu" if timed is None else timed
         self.layer_ids = drafter.config.layer_ids if drafter is not None else None
         self.proposals = drafter.config.num_proposals if drafter is not None else 0
@@ -259,6 +270,7 @@ class Engine:
             batch.draft_cache = DraftCache(config, slots, capacity + config.block_size, dtype, device)
             width = len(config.layer_ids) * self.target.hidden_size
             batch.features = torch.zeros(slots, p + 1, width, dtype=dtype, device=device)
+            batch.hints = batch.tokens.new_zeros(slots, p) if self.hints else None
         return batch
 
     def _make_room(self, batch: Batch, capacity: int) -> None:
@@ -371,14 +383,14 @@ class Engine:
         drafter, cache, compiled = self.drafter, batch.draft_cache, self.compiles
         assert drafter is not None and cache is not None and batch.features is not None
         device, p, size = self.target.device, self.proposals, drafter.config.block_size
-        places = [(r.base, r.anchor, r.carried) for r in batch.requests]
+        places = [(r.base, r.anchor, 0 if self.hints else r.carried) for r in batch.requests]  # carried: as rows
         if compiled:
             places += [(0, 0, 0)] * (batch.cache.slots - len(places))  # empty slots; whatever is written there
         base, anchor, carried = torch.tensor(places, device=device).T
         # Of a verification's rows only those that some request reads: without carry, the committed ones.
         count = p + 1 if compiled else max(1, *(a + c - b for b, a, c in places))
         positions = base[:, None] + torch.arange(count, device=device)
-        rejected = positions >= anchor[:, None] if self.carries else None
+        rejected = positions >= anchor[:, None] if self.carries and not self.hints else None
         rows = cache.rows([b for b, _, _ in places], count, compiled)
 
         length = cache.aim([a + c for _, a, c in places], size, compiled)
@@ -389,6 +401,11 @@ class Engine:
             queries = block_rows(anchor[:, None], torch.zeros_like(anchor)[:, None], size)
             masks = drafter.masks(queries, draft_rows(length, base, anchor, carried, size))
         embeds = self.target.embed(block).to(self.draft_dtype)
+        if batch.hints is not None:
+            seen = torch.tensor([r.carried for r in batch.requests], device=device)
+            seen = torch.nn.functional.pad(seen, (0, len(places) - len(seen)))
+            hints = drafter.hints(batch.hints[: len(places)], anchor - base - 1, seen, self.target.embed)
+            embeds = drafter.carry(embeds, hints.to(self.draft_dtype))
         features = batch.features[: len(places), :count]
         draft = self._draft_block if compiled else draft_block
         return draft(drafter, features, rejected, positions, rows, embeds, at, masks, cache)
@@ -420,6 +437,9 @@ class Engine:
         batch.tokens[: len(requests)] = verdict.next_token
         if batch.features is not None and out.features is not None:
             batch.features[: len(requests)] = out.features[: len(requests)]
+        if batch.hints is not None and self.drafter is not None:
+            top1 = self.drafter.config.carry_hint == "target_top1"
+            batch.hints[: len(requests)] = logits[:, 1:].argmax(-1) if top1 else proposals
         verdicts = []
         for row, request in zip(
             torch.cat((proposals, verdict.accepted[:, None], verdict.next_token[:, None]), 1).tolist(),
@@ -429,7 +449,7 @@ class Engine:
             *proposed, accepted, token = row
             verdicts.append((proposed, accepted, token))
             request.base, request.anchor = request.anchor, request.anchor + accepted + 1
-            request.carried = self.proposals - accepted if self.carries else 0
+            request.carried = rejected_seen(accepted, self.proposals, self.carry_rows) if self.carries else 0
         return verdicts, logits
 
     def _clock(self) -> float:

@@ -14,7 +14,8 @@ class Round:
     anchor: position of the last committed token when the round began. proposals: the P drafted tokens, none for plain
     decoding. committed: tokens emitted by this round, accepted ones first, then the correction or bonus, cut at the end
     of the response. accepted: n, how many proposals were accepted, those behind the cut not counted. carried: carry
-    rows the draft read. Times in seconds, 0 if the engine was not asked for them.
+    rows the draft read, or rejected proposals it read as hints. Times in seconds, 0 if the engine was not asked for
+    them.
     """
 
     anchor: int

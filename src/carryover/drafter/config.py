@@ -17,7 +17,8 @@ from ..layer_ids import LayerIds
 
 Slots = Literal["fill_in", "next_token"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
-Carry = Literal["none", "plain", "embedding", "projector"]
+Carry = Literal["none", "plain", "embedding", "projector", "hint"]
+Hint = Literal["rejected_tokens", "target_top1"]
 CarrySite = Literal["pre_norm", "post_norm"]
 Projector = Literal["fc_copy", "bottleneck"]
 
@@ -43,7 +44,9 @@ class DrafterConfig(PretrainedConfig):
     draft_vocab_size: 0 if any token can be proposed, else how many can; the tensor `draft_vocab` says which.
     markov_rank: 0 for DFlash (slots independent given the context), else the rank of the first-order head (SPEC 3.1).
     carry: how rejected rows enter the context. `none`: never; `plain`: as they are; `embedding`: marked by one learned
-        vector; `projector`: through their own fusion instead of `fc` (SPEC 7).
+        vector; `projector`: through their own fusion instead of `fc`; `hint`: never, but tokens of the last
+        verification enter the embeddings of the block (SPEC 7).
+    carry_hint: which tokens: the rejected ones themselves, or the target's first choice behind each.
     carry_site: where that vector is added: after `fc` and before the norm (the same function as before `fc`), or after
         the norm.
     layer_types, sliding_window, sliding_window_from_anchor, sliding_causal: `full_attention` layers see all context
@@ -92,6 +95,7 @@ class DrafterConfig(PretrainedConfig):
     carry: str = "none"
     carry_site: str = "pre_norm"
     carry_projector: str = "fc_copy"
+    carry_hint: str = "rejected_tokens"
 
     def __post_init__(self, **kwargs: Any) -> None:
         unknown = sorted(set(kwargs) - FRAMEWORK_KEYS)
@@ -106,8 +110,10 @@ class DrafterConfig(PretrainedConfig):
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without the attributes that others hang on a config, which a reader would refuse."""
+        """Without the attributes that others hang on a config, which a reader would refuse, and without `carry_hint`
+        where there are no hints, so that other drafters are stored and digested as before it existed."""
         known = {field.name for field in fields(self)} | FRAMEWORK_KEYS  # type: ignore[arg-type]
+        known -= set() if self.hints else {"carry_hint"}
         return {key: value for key, value in super().to_dict().items() if key in known}
 
     def checked(self) -> DrafterConfig:
@@ -121,7 +127,8 @@ class DrafterConfig(PretrainedConfig):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(f"drafter config: {field} must be a whole number of at least {least}, got {value!r}.")
         for field, choices in (("slots", Slots), ("markov_kind", MarkovKind), ("carry", Carry),
-                               ("carry_site", CarrySite), ("carry_projector", Projector)):  # fmt: skip
+                               ("carry_site", CarrySite), ("carry_projector", Projector),
+                               ("carry_hint", Hint)):  # fmt: skip
             if getattr(self, field) not in get_args(choices):
                 raise InputError(
                     f"drafter config: {field} must be one of {', '.join(get_args(choices))}, "
@@ -180,6 +187,11 @@ class DrafterConfig(PretrainedConfig):
     @property
     def layer_ids(self) -> LayerIds:
         return LayerIds(self.target_layer_ids or ())
+
+    @property
+    def hints(self) -> bool:
+        """Whether carry means tokens in the block's embeddings instead of rows."""
+        return self.carry == "hint"
 
     @property
     def num_proposals(self) -> int:

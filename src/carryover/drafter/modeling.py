@@ -23,9 +23,10 @@ from ..errors import InputError
 from ..rows import DrafterRule, Rows, dense, flex
 from .backbone import DraftLayer, DraftRotaryEmbedding, KeyValues, Mask, RowKeyValues
 from .config import DrafterConfig
-from .context import CarryMark
+from .context import CarryMark, TokenHints
 from .heads import Choose, ConfidenceHead, MarkovHead
 
+Embed = Callable[[Tensor], Tensor]  # the target's embedding: token ids [...] -> [..., D]
 Head = Callable[[Tensor], Tensor]  # the target's LM head, its rows of the draft vocabulary: hidden [..., D] -> [..., V]
 
 
@@ -59,7 +60,7 @@ class Drafter(PreTrainedModel):
         if config.confidence:
             self.confidence_head = ConfidenceHead(config)
         if config.carry != "none":
-            self.carry = CarryMark(config)
+            self.carry: Any = TokenHints(config) if config.hints else CarryMark(config)
         # Ids of the tokens that can be proposed, ascending; None: all of them.
         self.draft_vocab: Tensor | None
         self.register_buffer("draft_vocab", torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None)
@@ -121,6 +122,7 @@ class Drafter(PreTrainedModel):
         positions: Tensor,
         carry_features: Tensor | None = None,
         carry_positions: Tensor | None = None,
+        hints: Tensor | None = None,
     ) -> Tensor:
         """The training pass, many anchors in one forward: keys are [context | carry | block] rows, in this order.
 
@@ -128,8 +130,11 @@ class Drafter(PreTrainedModel):
         or each anchor has an entry of its own, `n = b*N`, with a copy of its sequence's context keys.
 
         block: embedded query tokens `[n, rows, D]`; features `[b, S, M*Dt]` at positions `[b, S]`; carry_features
-        `[n, carry rows, M*Dt]` at their original positions. masks: from `self.masks`. Returns states `[n, rows, D]`.
+        `[n, carry rows, M*Dt]` at their original positions. masks: from `self.masks`. hints `[n, rows, D]`: from
+        `self.hints`. Returns states `[n, rows, D]`.
         """
+        if hints is not None:
+            block = self.carry(block, hints)
         copies = block.shape[0] // features.shape[0]
         kv = self.key_values(self.context(features), positions)
         if copies > 1:
@@ -145,6 +150,11 @@ class Drafter(PreTrainedModel):
         tokens = anchor_token[..., None].repeat_interleave(self.config.block_size, dim=-1)
         tokens[..., 1:] = self.config.mask_token_id
         return tokens
+
+    def hints(self, tokens: Tensor, accepted: Tensor, seen: Tensor, embed: Embed) -> Tensor:
+        """Embedded token hints `[..., B, D]` of the blocks that follow verifications, see `TokenHints.aligned`."""
+        hints = self.carry.aligned(tokens, accepted, seen)
+        return torch.where(hints[..., None] >= 0, embed(hints.clamp(min=0)), 0)
 
     # ---- proposals -------------------------------------------------------------------------------------------------
     def token_ids(self, index: Tensor) -> Tensor:

@@ -83,6 +83,8 @@ def check_pair(drafter: tuple[str, Drafter], baseline: tuple[str, Drafter]) -> N
     (path, a), (baseline_path, b) = drafter, baseline
     if a.config.carry == "none":
         raise InputError(f"{path} has no carry; name a drafter of the carryover stage as --drafter.")
+    if a.config.hints:
+        raise InputError(f"{path} carries token hints, and diagnose looks at carry rows; evaluate it with --carry-off.")
     shapes = [f"blocks of {d.config.block_size} ({d.config.slots})" for d in (a, b)]
     if shapes[0] != shapes[1]:
         raise InputError(f"{path} has {shapes[0]}, but the baseline {baseline_path} has {shapes[1]}.")

@@ -1,8 +1,9 @@
 """Runs several methods over the same prompts, interleaved, and writes `trace.jsonl` and `results.json`.
 
-Methods are plain decoding, every drafter, and on request every carrying drafter once more with carry off. They take
-turns in one process, in rotating order, after each prompt (or a few batches of them: `Plan.batch_size`), so that a slow
-minute hits all of them. A prompt with several turns continues, for all methods alike, from what plain decoding said.
+Methods are plain decoding, every drafter, and on request every carrying drafter once more with carry off or with few of
+its carry rows. They take turns in one process, in rotating order, after each prompt (or a few batches of them:
+`Plan.batch_size`), so that a slow minute hits all of them. A prompt with several turns continues, for all methods
+alike, from what plain decoding said.
 
 What all methods have answered is appended to the trace at once; a run that was killed goes on where it stopped, with
 the same seeds. The trace has one line per method, prompt and turn: `{method, prompt, task, turn, turns, generation}`.
@@ -46,9 +47,10 @@ Answers = dict[str, list[Generation]]  # method -> the responses to one prompt, 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to decode. carry_off: run every carrying drafter once more without carry. batch_size: requests that decode
-    together; speeds are then throughput. template: options of the chat
-    template (enable_thinking and the like), which must be those of the drafter's training data."""
+    """How to decode. carry_off: run every carrying drafter once more without carry. carry_rows: and once more for each
+    of these numbers, reading at most so many carry rows. batch_size: requests that decode together; speeds are then
+    throughput. template: options of the chat template (enable_thinking and the like), which must be those of the
+    drafter's training data."""
 
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
@@ -60,6 +62,7 @@ class Plan:
     template: dict[str, Any] = field(default_factory=dict)
     compile: bool = False
     stop_loops: bool = False
+    carry_rows: tuple[int, ...] = ()
 
 
 class Method(NamedTuple):
@@ -118,9 +121,10 @@ def evaluate(
 
 # ---- what runs -----------------------------------------------------------------------------------------------------
 def methods_of(target: Target, drafters: Mapping[str, Drafter], plan: Plan) -> list[Method]:
-    """Plain decoding, then the drafters; a drafter without its carry comes right before itself with carry."""
+    """Plain decoding, then the drafters; a drafter without its carry, or with few of its rows, comes right before
+    itself with all of them."""
 
-    def engine(drafter: Drafter | None, carry: bool = False) -> Engine:
+    def engine(drafter: Drafter | None, carry: bool = False, rows: int | None = None) -> Engine:
         how = plan.sampling, plan.draft_sampling, carry
         return Engine(
             target,
@@ -130,23 +134,33 @@ def methods_of(target: Target, drafters: Mapping[str, Drafter], plan: Plan) -> l
             penalties=plan.penalties,
             compile=plan.compile,
             stop_loops=plan.stop_loops,
+            carry_rows=rows,
         )
 
     methods = [Method(PLAIN, engine(None))]
-    for name, (path, drafter) in zip(short_names(list(drafters)), drafters.items(), strict=True):
+    counts = sorted(set(plan.carry_rows))
+    variants = OFF, *(few(rows) for rows in counts)
+    for name, (path, drafter) in zip(short_names(list(drafters), variants), drafters.items(), strict=True):
         carries = drafter.config.carry != "none"
         if carries and plan.carry_off:
             methods.append(Method(name + OFF, engine(drafter), path))
+        for rows in counts if carries else ():
+            methods.append(Method(name + few(rows), engine(drafter, True, rows), path, rows > 0))
         methods.append(Method(name, engine(drafter, carries), path, carries))
     return methods
 
 
-def short_names(paths: Sequence[str]) -> list[str]:
-    """The last parts of the paths, as few as tell them apart (and from plain decoding)."""
+def few(rows: int) -> str:
+    return f" ({rows} carry row{'s' * (rows != 1)})"
+
+
+def short_names(paths: Sequence[str], variants: Sequence[str] = (OFF,)) -> list[str]:
+    """The last parts of the paths, as few as tell them apart (and from plain decoding, and from their variants)."""
     parts = [Path(path).parts for path in paths]
     for count in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(p[-count:]) for p in parts]
-        if len({PLAIN, *names, *(name + OFF for name in names)}) == 2 * len(names) + 1:
+        shown = [PLAIN, *(name + end for name in names for end in ("", *variants))]
+        if len(set(shown)) == len(shown):
             return names
     return [f"{i}:{path}" for i, path in enumerate(paths, 1)]  # whatever the folders are called
 
@@ -222,7 +236,8 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any] | Non
         return None
     try:
         record = json.loads(path.read_text())
-        before, _ = {"compile": False, "stop_loops": False} | record["settings"], record["environment"]["sessions"]
+        defaults = {"compile": False, "stop_loops": False, "carry_rows": []}
+        before, _ = defaults | record["settings"], record["environment"]["sessions"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged; restore it, or name another --out.") from error
     changed = [k for k, v in settings.items() if before.get(k) != json.loads(json.dumps(v))]

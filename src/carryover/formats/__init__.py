@@ -201,7 +201,7 @@ def save_drafter(drafter: Drafter, path: str | Path, format: str = "carryover", 
 
 def _check_expressed(config: DrafterConfig, again: DrafterConfig, form: str) -> None:
     """Raises InputError if a reader of the written config would compute something else."""
-    unused = set(sidecar.FIELDS)
+    unused = {*sidecar.FIELDS, sidecar.HINT}
     if "sliding_attention" not in (config.layer_types or ()):
         unused |= {"sliding_window", "sliding_causal", "sliding_window_from_anchor"}
     unused |= set() if config.markov_rank else {"markov_kind"}

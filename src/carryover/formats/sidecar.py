@@ -16,7 +16,12 @@ from ..errors import InputError
 from .files import read_json, read_safetensors, write_json, write_safetensors
 
 FOLDER, WEIGHTS, PREFIX = "carryover", "carry.safetensors", "carry."
+HINT = "carry_hint"  # a field of drafters with token hints only
 FIELDS = ("carry", "carry_site", "carry_projector", "target_name", "target_fingerprint", "num_target_layers")
+
+
+def _fields(carry: Any) -> tuple[str, ...]:
+    return (*FIELDS, HINT) if carry == "hint" else FIELDS
 
 
 def read(folder: Path, config: DrafterConfig) -> dict[str, Tensor]:
@@ -28,15 +33,16 @@ def read(folder: Path, config: DrafterConfig) -> dict[str, Tensor]:
     if not side.is_dir():
         return {}
     settings = read_json(side / "config.json")
-    if set(settings) != set(FIELDS):
-        odd = sorted(set(settings) ^ set(FIELDS))[0]
-        raise InputError(f"{side / 'config.json'} must hold exactly {', '.join(FIELDS)}; the difference is {odd!r}.")
+    fields = _fields(settings.get("carry"))
+    if set(settings) != set(fields):
+        odd = sorted(set(settings) ^ set(fields))[0]
+        raise InputError(f"{side / 'config.json'} must hold exactly {', '.join(fields)}; the difference is {odd!r}.")
     layers, stated = settings["num_target_layers"], config.num_target_layers
     if stated and layers != stated:
         raise InputError(
             f"{side / 'config.json'} says num_target_layers {layers}, the checkpoint around it says {stated}."
         )
-    for field in FIELDS:
+    for field in fields:
         setattr(config, field, settings[field])
     tensors = read_safetensors(side / WEIGHTS) if (side / WEIGHTS).exists() else {}
     for name in tensors:
@@ -49,7 +55,7 @@ def write(folder: Path, config: DrafterConfig, tensors: dict[str, Tensor]) -> No
     """Writes the sidecar of a checkpoint in `folder`; tensors: the carry weights, maybe none."""
     side = folder / FOLDER
     side.mkdir()
-    settings: dict[str, Any] = {field: getattr(config, field) for field in FIELDS}
+    settings: dict[str, Any] = {field: getattr(config, field) for field in _fields(config.carry)}
     write_json(side / "config.json", settings)
     if tensors:
         write_safetensors(side / WEIGHTS, tensors)

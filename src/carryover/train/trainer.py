@@ -194,6 +194,8 @@ class DrafterTrainer(Trainer):
             logs["anchors_kept"] = s["kept"] / s["first_blocks"]
         if s.get("rules_compared"):
             logs["rules_differ"] = s["rules_differ"] / s["rules_compared"]
+        if self.stage == "carryover" and self.drafter.config.hints:
+            logs["hint_scale"] = float(self.drafter.carry.scale.detach())
         self.sums = {}
         super().log(logs, start_time)
 
@@ -299,11 +301,11 @@ def with_carry(drafter: Drafter, recipe: Recipe) -> Drafter:
         raise InputError("the starting checkpoint already carries; start the carryover stage from a baseline drafter.")
     if recipe.carry.interface == "none":
         raise InputError(
-            "the carryover stage needs a carry interface; set carry.interface to embedding, plain or projector."
+            "the carryover stage needs a carry interface; set carry.interface to embedding, plain, projector or hint."
         )
     config = DrafterConfig.from_dict(drafter.config.to_dict())
     config.carry, config.carry_site = recipe.carry.interface, recipe.carry.site
-    config.carry_projector = recipe.carry.projector
+    config.carry_projector, config.carry_hint = recipe.carry.projector, recipe.carry.hint
     carrying = Drafter(config)
     carrying.load_state_dict(drafter.state_dict(), strict=False)  # all but the carry interface
     carrying.carry.start_from(carrying.fc)

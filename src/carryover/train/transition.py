@@ -43,13 +43,14 @@ class Prefix(NamedTuple):
 
 class Transition(NamedTuple):
     """Stage 1 and 2. proposals `[b, N, P]`, accepted `[b, N]`, next: the shifted anchors, carry_features `[b, N*P,
-    M*D]`."""
+    M*D]`, hints `[b, N, P]`: the token that each verified row offers to `TokenHints`."""
 
     anchors: Anchors
     proposals: Tensor
     accepted: Tensor
     next: Anchors
     carry_features: Tensor
+    hints: Tensor
     greedy: Tensor | None  # what greedy verification by the target would have accepted, [b, N]
 
 
@@ -65,11 +66,12 @@ def read_prefix(target: Target, drafter: Drafter, batch: Batch, keep_cache: bool
 
 class Carried(NamedTuple):
     """What the last verification of each anchor leaves: the verified anchors, accepted `[b, N]`, features `[b, N*P,
-    M*D]`."""
+    M*D]`, hints `[b, N, P]`."""
 
     anchors: Anchors
     accepted: Tensor
     features: Tensor
+    hints: Tensor
 
 
 def draft(
@@ -96,12 +98,17 @@ def draft(
     queries = block_rows(entries(anchors.position), entries(anchors.document), block_size)
     copies = queries.kind.shape[0] // prefix.rows.kind.shape[0]
     keys, carry_features, carry_positions = [prefix.rows.map(lambda f: f.repeat_interleave(copies, 0))], None, None
-    if carried is not None:
+    tokens = drafter.block_tokens(batch["input_ids"].gather(1, anchors.column)).view_as(queries.position)
+    hints = None
+    if carried is not None and drafter.config.hints:
+        seen = carried.hints.shape[-1] - carried.accepted
+        hints = drafter.hints(carried.hints, carried.accepted, seen, target.embed).to(dtype)
+        hints = hints.view(*queries.position.shape, -1)
+    elif carried is not None:
         old, proposals = carried.anchors, drafter.config.num_proposals
         rows = carry_rows(entries(old.position), entries(old.document), entries(carried.accepted), proposals)
         keys.append(rows)
         carry_features, carry_positions = carried.features.to(dtype).view(*rows.kind.shape, -1), rows.position
-    tokens = drafter.block_tokens(batch["input_ids"].gather(1, anchors.column)).view_as(queries.position)
     hidden = drafter(
         target.embed(tokens).to(dtype),
         queries.position,
@@ -110,6 +117,7 @@ def draft(
         batch["positions"],
         carry_features,
         carry_positions,
+        hints,
     )
     return hidden.view(-1, block_size, hidden.shape[-1])
 
@@ -135,7 +143,7 @@ def transition(
     when decoding; None: it has no carry. sample: how proposals are chosen from logits; None: argmax.
     """
     b, n = anchors.column.shape
-    carried = before and Carried(before.anchors, before.accepted, before.carry_features)
+    carried = before and Carried(before.anchors, before.accepted, before.carry_features, before.hints)
     hidden = draft(drafter, target, batch, prefix, anchors, carried)
     anchor_tokens = batch["input_ids"].gather(1, anchors.column)
     choose = sample or (lambda logits: drafter.token_ids(logits.argmax(-1)))
@@ -143,7 +151,8 @@ def transition(
     proposals = drafter.propose(hidden, anchor_tokens.flatten(), head, choose).tokens
     proposals = proposals.view(b, n, -1)
 
-    features, greedy = verify(drafter, target, prefix, anchors, proposals, compare or acceptance == "target_guarded")
+    verified = verify(drafter, target, prefix, anchors, proposals, compare or acceptance == "target_guarded")
+    greedy = verified.greedy
     recorded = labels_at(batch, anchors, proposals.shape[-1])
     # Outside the supervised response nothing matches, so the count never runs past the recorded text.
     accepted = matched_prefix(torch.where(recorded.mask, proposals, -1), recorded.tokens)
@@ -153,17 +162,25 @@ def transition(
     shifted = torch.where(inside, shifted, 0)
     same_document = batch["document"].gather(1, shifted) == anchors.document
     keep = keep & inside & same_document & can_anchor(batch).gather(1, shifted)
-    return Transition(anchors, proposals, accepted, Anchors.at(shifted, keep, batch), features, greedy)
+    return Transition(anchors, proposals, accepted, Anchors.at(shifted, keep, batch), *verified)
+
+
+class Verified(NamedTuple):
+    """Stage 2. features `[b, N*P, M*D]`, hints `[b, N, P]` and the greedy accepted counts `[b, N]`, if asked for."""
+
+    features: Tensor
+    hints: Tensor
+    greedy: Tensor | None
 
 
 def verify(
     drafter: Drafter, target: Target, prefix: Prefix, anchors: Anchors, proposals: Tensor, greedy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Stage 2: features `[b, N*P, M*D]` of all proposals, each branch on its own; optionally the greedy accepted
-    counts."""
+) -> Verified:
+    """Stage 2: the target reads all proposals, each branch on its own."""
     assert prefix.cache is not None
     p = proposals.shape[-1]
-    features, counts = [], []
+    features, counts, choices = [], [], []
+    top1 = drafter.config.hints and drafter.config.carry_hint == "target_top1"
     for group in torch.arange(proposals.shape[1], device=proposals.device).split(max(1, BRANCH_TOKENS // p)):
         out = target.verify_branches(
             proposals[:, group],
@@ -175,20 +192,24 @@ def verify(
         )
         assert out.features is not None
         features.append(out.features)
+        if top1:
+            choices.append(target.head(out.hidden).argmax(-1).unflatten(1, (-1, p)))
         if greedy:
             at_anchor = prefix.hidden.gather(1, anchors.column[:, group, None].expand(-1, -1, prefix.hidden.shape[-1]))
             states = torch.cat((at_anchor[:, :, None], out.hidden.unflatten(1, (-1, p))[:, :, :-1]), dim=2)
             counts.append(matched_prefix(proposals[:, group], target.head(states).argmax(-1)))
-    return torch.cat(features, dim=1), torch.cat(counts, dim=1) if greedy else None
+    hints = torch.cat(choices, dim=1) if top1 else proposals
+    return Verified(torch.cat(features, dim=1), hints, torch.cat(counts, dim=1) if greedy else None)
 
 
 def second_draft(
     drafter: Drafter, target: Target, batch: Batch, prefix: Prefix, step: Transition, drop: Tensor | None = None
 ) -> Tensor:
-    """Stage 3: block states `[b*N, B, D]` at the shifted anchors, with the rejected states of stage 2 as carry rows.
+    """Stage 3: block states `[b*N, B, D]` at the shifted anchors, with the rejected states of stage 2 as carry rows, or
+    the tokens of stage 2 as hints.
 
     drop `[b, N]`: anchors whose carry is withheld (carry dropout), as after full acceptance.
     """
     accepted = step.accepted if drop is None else torch.where(drop, step.proposals.shape[-1], step.accepted)
-    carried = Carried(step.anchors, accepted, step.carry_features)
+    carried = Carried(step.anchors, accepted, step.carry_features, step.hints)
     return draft(drafter, target, batch, prefix, step.next, carried)
