@@ -105,15 +105,20 @@ SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)]
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Run folder; an interrupted demo goes on from it.")] = Path("runs/demo"),
+    train: Annotated[bool, typer.Option("--train", help="Make a drafter of the lab target first.")] = False,
     fast: Annotated[bool, typer.Option("--fast", help="A few steps of each; the figures mean nothing.")] = False,
     threads: ThreadsOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """Record, train, evaluate and report on the embedded targets; ends in a table and an HTML page."""
+    """Decode on the embedded targets, plainly and with packaged drafters; ends in tables and an HTML page.
+
+    With --train: record, train a baseline, its control and its Carryover first, on the lab target."""
+    from dataclasses import replace
+
     from .demo import FAST, DemoPlan, run_demo
 
     _quiet()
-    run_demo(out, FAST if fast else DemoPlan())
+    run_demo(out, replace(FAST if fast else DemoPlan(), train=train))
 
 
 @app.command()

@@ -22,18 +22,27 @@ from ..errors import InputError
 from ..files import write_text
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PACKAGED = Path(__file__).parents[1] / "drafters"  # those that ship with this package, a folder each
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def locate(name: str | Path) -> Path:
-    """The checkpoint's folder: `name` itself, or the downloaded snapshot of the hub id `name`. Raises InputError."""
+    """The checkpoint's folder: `name` itself, a packaged drafter, or the downloaded snapshot of the hub id `name`.
+
+    Raises InputError.
+    """
     folder = Path(name)
     if folder.is_dir():
         return folder
+    if str(name) in packaged():
+        return PACKAGED / name
     if folder.exists():
         raise InputError(f"the drafter {str(name)!r} is a file; name the folder that holds its config.json.")
     if not HUB_ID.fullmatch(str(name)):
-        raise InputError(f"there is no drafter folder {str(name)!r}, and that is no hub id (owner/name) either.")
+        raise InputError(
+            f"there is no drafter folder {str(name)!r}, and that is no hub id (owner/name) either, nor a packaged "
+            f"drafter ({', '.join(packaged())})."
+        )
     try:
         return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
@@ -41,6 +50,11 @@ def locate(name: str | Path) -> Path:
         raise InputError(
             f"there is no drafter folder {str(name)!r}, and the hub did not deliver it: {reason}"
         ) from error
+
+
+def packaged() -> list[str]:
+    """Names of the drafters that ship with this package."""
+    return sorted(path.parent.name for path in PACKAGED.glob("*/config.json"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
