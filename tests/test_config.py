@@ -267,7 +267,7 @@ TINY = {  # a tiny target of the same family, and what has to shrink with it
     "lab-dflash": ("llama", 5, []),
     "lab-markov": ("llama", 5, []),
     "smollm2-dflash": ("llama", 30, []),
-    "smollm2-markov": ("llama", 30, []),
+    "smollm2-markov": ("llama", 30, ["drafter.draft_vocab_size=null"]),
     "smollm2-gpu": ("llama", 30, ["drafter.draft_vocab_size=null"]),
     "qwen3-4b": ("qwen3", 8, ["drafter.target_layer_ids=null", "drafter.mask_token_id=null"]),
     "gemma4-12b": ("gemma4_unified", 8, ["drafter.target_layer_ids=null"]),
