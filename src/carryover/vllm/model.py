@@ -22,7 +22,7 @@ from ..drafter.heads import MarkovHead
 from ..errors import InputError
 from ..formats import read_checkpoint
 from ..formats.files import locate
-from .checkpoint import METHOD, Shape, check_servable, drafter_config
+from .checkpoint import METHOD, drafter_config
 
 BACKBONE = ("fc.", "hidden_norm.", "layers.", "norm.")
 MARKOV, CARRY = "markov_head.", "carry."
@@ -50,13 +50,9 @@ class DFlashCarryover(DFlashQwen3ForCausalLM):
     model_cls = ContextRows
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        speculative, target = vllm_config.speculative_config, vllm_config.model_config
+        speculative = vllm_config.speculative_config
         config = drafter_config(speculative.draft_model_config.hf_config)
         assert config is not None
-        text = target.hf_text_config
-        layers = target.get_total_num_hidden_layers()
-        shape = Shape(target.get_hidden_size(), target.get_vocab_size(), layers, target.max_model_len)
-        check_servable(config, shape, str(text.model_type), speculative.num_speculative_tokens)
         _check_engine(vllm_config, reduced=bool(config.draft_vocab_size))
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.drafter = config

@@ -19,7 +19,17 @@ from typing import Any
 from ..drafter.config import DrafterConfig
 from ..errors import InputError
 from ..formats.files import read_json
-from .checkpoint import ARCHITECTURE, METHOD, STORED_ARCHITECTURE, drafter_config, is_ours, load, served_config
+from .checkpoint import (
+    ARCHITECTURE,
+    METHOD,
+    STORED_ARCHITECTURE,
+    Shape,
+    check_servable,
+    drafter_config,
+    is_ours,
+    load,
+    served_config,
+)
 from .internals import problem
 
 MODEL = "carryover.vllm.model:DFlashCarryover"
@@ -55,8 +65,11 @@ def _served(post_init: Any) -> Any:
             raise InputError(f"Carryover drafters are served with the method {METHOD!r}, not {self.method!r}.")
         from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
-        config = served_config(load(self.model))
-        self.draft_model_config.hf_config = EAGLEConfig(config, method=METHOD, model_type="eagle")
+        config, target = load(self.model), self.target_model_config
+        layers = target.get_total_num_hidden_layers()
+        shape = Shape(target.get_hidden_size(), target.get_vocab_size(), layers, target.max_model_len)
+        check_servable(config, shape, str(target.hf_text_config.model_type), self.num_speculative_tokens)
+        self.draft_model_config.hf_config = EAGLEConfig(served_config(config), method=METHOD, model_type="eagle")
         self.update_arch_()
 
     return wrapped
