@@ -1,4 +1,4 @@
-"""The plugin inside vLLM on a CPU: same output as plain vLLM, same proposals as the embedded engine, stock untouched."""
+"""The plugin inside vLLM on a CPU: output as plain vLLM's, proposals as the embedded engine's, stock untouched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm.engine", reason="needs vLLM: make test-vllm")
-from decode_helpers import make_drafter
+from drafters import random_drafter
 from tiny import save_target
 from vllm_helpers import (
     DRAFTER,
@@ -108,7 +108,7 @@ def facts(outputs: list[Any]) -> list[Any]:
 
 def saved(target: Target, path: Path, kind: str, form: str = "carryover") -> tuple[Any, Path]:
     """Another of the published formats stores the same drafter with its carry weights beside it."""
-    drafter = make_drafter(target, 3, **{**DRAFTER, **DRAFTERS.get(kind, {"block_size": PROPOSALS + 1})})
+    drafter = random_drafter(3, **{**DRAFTER, **DRAFTERS.get(kind, {"block_size": PROPOSALS + 1})})
     if drafter.draft_vocab is not None:
         drafter.draft_vocab.copy_(torch.randperm(target.vocab_size)[: len(drafter.draft_vocab)].sort().values)
     save_drafter(drafter, path, form, target)
@@ -162,7 +162,8 @@ def test_output_is_plain_vllms_and_proposals_are_the_embedded_engines(
     rounds = [d for p in asked for d in drafts[tuple(p)] if d.verified]
     assert {d.rejected for d in rounds} == set(range(PROPOSALS + 1))
     # A round in which all was accepted leaves no carry: engines with and without it propose the same.
-    all_accepted = [i for i, d in enumerate(d for p in asked for d in drafts[tuple(p)]) if d.verified and not d.rejected]
+    every = [d for p in asked for d in drafts[tuple(p)]]
+    all_accepted = [i for i, d in enumerate(every) if d.verified and not d.rejected]
     assert all_accepted and all(pairs[i][0] == without[i][0] for i in all_accepted)
 
 
@@ -176,8 +177,9 @@ with pytest.MonkeyPatch.context() as patch, vllm_engine(asked["target"], asked["
     with Recorder({tuple(p): k for p, k in asked["known"]}).attached(patch) as recorder:
         sampling = vllm.SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
         out = tokens(generate(llm, [p for p, _ in asked["known"]], sampling))
-runner = type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter).__name__
-print(json.dumps({"out": out, "proposer": runner, "drafts": [[d.proposals for d in ds] for ds in recorder.drafts.values()]}))
+    proposer = type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter).__name__
+drafts = [[d.proposals for d in found] for found in recorder.drafts.values()]
+print(json.dumps({"out": out, "proposer": proposer, "drafts": drafts}))
 """
 
 
@@ -186,7 +188,7 @@ def test_a_stock_drafter_proposes_the_same_without_the_plugin(
 ) -> None:
     _, path = saved(target, tmp_path / "stock", "stock", "zlab")
     known = [(p, p + c) for p, c in zip(prompts[:8], plain[0], strict=False)]
-    here = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "decode")]
+    here = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     asked = {"target": str(folder), "drafter": str(path), "known": known}
     found = []
     for plugins in ("carryover", "none"):
@@ -257,6 +259,8 @@ def test_an_altered_vllm_is_refused_and_stock_drafters_are_not(
     for version, table in (("0.32.0", {name: "0" * 16}), ("0.33.0", {}), ("0.32.0", {name + "_gone": "0" * 16})):
         monkeypatch.setattr(internals, "installed_version", lambda version=version: version)
         monkeypatch.setattr(internals, "RELIED_ON", table)
-        with pytest.raises(ValueError, match=rf"cannot serve this drafter with vLLM {version} .*supported is vLLM 0.32.0"):
+        with pytest.raises(
+            ValueError, match=rf"cannot serve this drafter with vLLM {version} .*supported is vLLM 0.32.0"
+        ):
             configured(ours)
         assert configured(stock).speculative_config.draft_model_config.hf_config.architectures == ["DFlashDraftModel"]

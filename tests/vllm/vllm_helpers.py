@@ -41,8 +41,8 @@ def serving_target(vocab: int = 96) -> Target:
     return tiny_target("llama", vocab, 6, 11, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
 
 
-DRAFTER: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 48,
-                           "target_layer_ids": [0, 2, 4], "initializer_range": 0.2}  # fmt: skip
+DRAFTER: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+                           "intermediate_size": 48, "target_layer_ids": [0, 2, 4]}  # fmt: skip
 
 
 @contextmanager

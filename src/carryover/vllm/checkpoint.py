@@ -40,16 +40,15 @@ def is_ours(read: Callable[[str], dict[str, Any] | None]) -> bool:
 
 
 def served_config(config: DrafterConfig) -> Qwen3Config:
-    """The drafter as vLLM's DFlash code reads it: a Qwen3 with the z-lab keys, and everything else under `carryover`."""
-    raw = write_backbone(config)
-    raw.pop("model_type")
-    return Qwen3Config(
-        **raw,
-        architectures=[ARCHITECTURE],
-        dflash_config={"target_layer_ids": list(config.layer_ids), "mask_token_id": config.mask_token_id},
-        block_size=config.block_size,
-        **{KEY: config.to_dict()},
-    )
+    """The drafter as vLLM's DFlash code reads it: a Qwen3 with the z-lab keys, and all of it under `carryover`."""
+    raw = {
+        **write_backbone(config),
+        "architectures": [ARCHITECTURE],
+        "dflash_config": {"target_layer_ids": list(config.layer_ids), "mask_token_id": config.mask_token_id},
+        "block_size": config.block_size,
+        KEY: config.to_dict(),
+    }
+    return Qwen3Config.from_dict(raw)
 
 
 def drafter_config(hf_config: Any) -> DrafterConfig | None:

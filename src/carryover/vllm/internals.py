@@ -1,7 +1,7 @@
 """What of vLLM the plugin is built on. It subclasses private parts, so a vLLM that differs in one of them is refused.
 
-Each entry is a function of vLLM and a digest of its source, blanks left out. After a look at what a new version changed,
-`python -m carryover.vllm.internals` prints the table for the vLLM that is installed.
+Each entry is a function of vLLM and a digest of its source, blanks left out. After a look at what a new version
+changed, `python -m carryover.vllm.internals` prints the table for the vLLM that is installed.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class DFlashCarryover(DFlashQwen3ForCausalLM):
         self.draft_vocab = tensors.get("draft_vocab")
 
     def share(self) -> None:
-        """Called when the target's embedding and LM head are in place: copies the head's rows of the draft vocabulary."""
+        """Called when the target's LM head is in place: copies its rows of the draft vocabulary."""
         if self.draft_vocab is not None:
             self.draft_vocab = self.draft_vocab.to(self.lm_head.weight.device)
             self.draft_head = self.lm_head.weight[self.draft_vocab]
