@@ -30,6 +30,7 @@ from vllm_helpers import (
 )
 
 from carryover.decode.engine import Engine
+from carryover.decode.sampling import Sampling
 from carryover.formats import save_drafter
 from carryover.target import Target
 
@@ -190,33 +191,44 @@ def test_a_stock_drafter_proposes_the_same_without_the_plugin(
     known = [(p, p + c) for p, c in zip(prompts[:8], plain[0], strict=False)]
     here = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     asked = {"target": str(folder), "drafter": str(path), "known": known}
-    found = []
-    for plugins in ("carryover", "none"):
-        run = subprocess.run(
-            [sys.executable, "-c", STOCK, json.dumps(here), json.dumps(asked)],
-            env={**os.environ, "VLLM_PLUGINS": plugins},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stderr[-2000:]
-        found.append(json.loads(run.stdout.splitlines()[-1]))
-    assert found[0] == found[1]
-    assert found[0]["out"] == [c[:32] for c in plain[0][:8]]
-    assert found[0]["proposer"] == "DFlashProposer"
-    assert sum(map(len, found[0]["drafts"])) > 80
+    run = subprocess.run(
+        [sys.executable, "-c", STOCK, json.dumps(here), json.dumps(asked)],
+        env={**os.environ, "VLLM_PLUGINS": "none"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    without = json.loads(run.stdout.splitlines()[-1])
+    with vllm_engine(folder, path, **TARGET_OPTIONS) as llm:
+        with Recorder({tuple(p): k for p, k in known}).attached(monkeypatch) as recorder:
+            out = tokens(generate(llm, [p for p, _ in known], params(max_tokens=32)))
+        proposer = type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter).__name__
+    drafts = [[d.proposals for d in found] for found in recorder.drafts.values()]
+    assert without == {"out": out, "proposer": proposer, "drafts": drafts}
+    assert out == [c[:32] for c in plain[0][:8]]
+    assert proposer == "DFlashProposer"
+    assert sum(map(len, drafts)) > 80
 
 
 @pytest.mark.parametrize(
-    ("kind", "draws"), [("markov-next-token", "greedy"), ("reduced", "probabilistic"), ("dflash", "probabilistic")]
+    ("kind", "draws", "sampling"),
+    [
+        ("markov-next-token", "greedy", Sampling(1.0)),
+        ("reduced", "probabilistic", Sampling(0.7, top_k=24)),
+        ("dflash", "probabilistic", Sampling(1.0)),
+    ],
 )
 def test_sampled_tokens_follow_the_targets_distribution(
-    target: Target, folder: Path, kind: str, draws: str, tmp_path: Path
+    target: Target, folder: Path, kind: str, draws: str, sampling: Sampling, tmp_path: Path
 ) -> None:
     """Each token against the target's probabilities given the tokens before it, summed over many responses."""
     _, path = saved(target, tmp_path / kind, kind)
     prompt, count, new = [3, 9, 14, 27], 400, 12
+    how = {"temperature": sampling.temperature, "top_k": sampling.top_k or -1, "max_tokens": new}
     with vllm_engine(folder, path, draft={"draft_sample_method": draws}, max_num_seqs=64, **TARGET_OPTIONS) as llm:
-        seeded = [params(temperature=1.0, max_tokens=new, seed=seed, n=2) for seed in range(count // 2)]
+        seeded = [
+            params(**how, seed=10 * i, n=2) for i in range(count // 2)
+        ]  # vLLM counts up for the second of the two
         outputs = generate(llm, [prompt] * (count // 2), seeded)
         responses = [list(one.token_ids) for output in outputs for one in output.outputs]
         if draws == "greedy":  # vLLM draws proposals without the request's seed, so only then a seed says everything
@@ -225,14 +237,14 @@ def test_sampled_tokens_follow_the_targets_distribution(
         assert counters(llm)["spec_decode_num_accepted_tokens"] > 0
     assert len(set(map(tuple, responses))) > count // 2
     ids = torch.tensor([prompt + response for response in responses])
-    p = target.head(target.forward(ids).hidden)[:, len(prompt) - 1 : -1].double().softmax(-1)  # [count, new, V]
-    drawn = torch.nn.functional.one_hot(ids[:, len(prompt) :], p.shape[-1])
+    p = sampling.probabilities(target.head(target.forward(ids).hidden)[:, len(prompt) - 1 : -1]).double()
+    drawn = torch.nn.functional.one_hot(ids[:, len(prompt) :], p.shape[-1])  # [count, new, V], as p
     for first, last in ((0, 1), (1, 4), (4, new)):  # prefill, the first round, the rounds with carry
-        z = (drawn - p)[:, first:last].sum((0, 1)) / (p * (1 - p))[:, first:last].sum((0, 1)).sqrt()
-        usual = p[:, first:last].sum((0, 1)) > 5  # enough of them to be near a normal distribution
-        chi = float((z[usual] ** 2).sum())
-        degrees = int(usual.sum())
-        assert degrees > 10
+        expected, variance = (x[:, first:last].sum((0, 1)) for x in (p, p * (1 - p)))
+        usual = (expected > 5) & (variance > 5)  # enough of them to be near a normal distribution
+        z = (drawn[:, first:last].sum((0, 1)) - expected)[usual] / variance[usual].sqrt()
+        chi, degrees = float((z**2).sum()), int(usual.sum())
+        assert degrees > 5
         assert chi < degrees + 4 * (2 * degrees) ** 0.5, f"tokens {first} to {last}: {chi:.0f} for {degrees}"
 
 

