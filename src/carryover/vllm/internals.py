@@ -40,6 +40,7 @@ RELIED_ON: dict[str, str] = {
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._sample_draft_tokens": "e84fd9018aa56cdd",
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._sample_from_logits": "14479c377661d692",
     "vllm.v1.spec_decode.llm_base_proposer:compute_probs_and_sample_next_token": "df77fe0ad2bb0adf",
+    "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": "234717afdbab4bc3",
     "vllm.utils.cpu_triton_utils:_expand_kernel_impl": "b85797a79d1ae766",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids": "e3b08a3c61842a0d",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._input_fits_in_drafter": "fb9d6b1a11b7806b",

