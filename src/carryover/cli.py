@@ -97,6 +97,9 @@ DraftSamplingOption = Annotated[
 CompileOption = Annotated[
     bool, typer.Option("--compile", help="Decode with torch.compile; where that is impossible, without, after a note.")
 ]
+VllmPythonOption = Annotated[
+    str | None, typer.Option("--python", help="Python of an environment with vLLM and this package; default: this one.")
+]
 MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1)]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)]
 
@@ -266,6 +269,14 @@ def evaluate(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     compile: CompileOption = False,
+    engine: Annotated[
+        Literal["embedded", "vllm"], typer.Option("--engine", help="What decodes: this project's engine, or vLLM.")
+    ] = "embedded",
+    server: Annotated[
+        str | None, typer.Option(help="With --engine vllm: measure the server at this address instead; online.json.")
+    ] = None,
+    concurrency: Annotated[str, typer.Option(help="Of --server: how many requests at a time.")] = "1,2,4,8,16,32",
+    python: VllmPythonOption = None,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -283,15 +294,26 @@ def evaluate(
     options = _template(template)
     plan = Plan(
         max_new_tokens, sampling, draft_sampling, seed, carry_off, batch_size, penalties, options, compile, stop_loops,
-        tuple(carry_rows or ()),
+        tuple(carry_rows or ()), engine,
     )  # fmt: skip
     asked = load_prompts(prompts, task, limit, seed)
+    if server is not None:
+        if engine != "vllm" or drafter:
+            raise InputError("--server measures one that runs, with vLLM's client: --engine vllm, and no --drafter.")
+        _online(server, target, asked, out, concurrency, plan, python, as_json)
+        return
     loaded = _target(target, dtype, device)
     named = [os.path.normpath(path) for path in drafter or []]
     if len(set(named)) < len(named):
         raise InputError("a drafter is named twice; name each --drafter once.")
     drafters = {path: _drafter(path, loaded) for path in named}
-    results = run_evaluation(loaded, drafters, asked, out, plan, progress=not as_json)
+    if engine == "vllm":
+        from .vllm.offline import Workers
+
+        with Workers(out, python) as workers:
+            results = run_evaluation(loaded, drafters, asked, out, plan, not as_json, workers)
+    else:
+        results = run_evaluation(loaded, drafters, asked, out, plan, progress=not as_json)
     if as_json:
         typer.echo(json.dumps(results, indent=1))
     else:
@@ -419,6 +441,35 @@ def generate(
         typer.echo(f"[{figures['tokens']} tokens in {len(rounds)} rounds{per_round}, {speed}]", err=True)
     if trace is not None:
         trace.write_text("".join(json.dumps(r) + "\n" for r in all_rounds), encoding="utf-8")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    ctx: typer.Context,
+    target: TargetOption,
+    drafter: Annotated[str | None, typer.Option(help="Folder or hub id; left out: the target alone.")] = None,
+    proposals: Annotated[
+        int | None, typer.Option(min=1, help="Tokens proposed in a round; default: as many as it was trained for.")
+    ] = None,
+    draft_sampling: DraftSamplingOption = "greedy",
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    dtype: DtypeOption = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device")] = "auto",
+    kv_gib: Annotated[int, typer.Option("--kv-gib", min=1, help="On a CPU: GiB of the cache.")] = 4,
+    python: VllmPythonOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, and do nothing.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Start vLLM's OpenAI-compatible server with a drafter, carry included; more options go to vLLM as they are."""
+    from .vllm.serve import run as become
+    from .vllm.serve import server
+
+    _quiet()
+    made = server(target, drafter, device, proposals, draft_sampling, host, port, dtype, kv_gib, python, ctx.args)
+    typer.echo(str(made))
+    if not dry_run:
+        become(made)
 
 
 @app.command()
@@ -574,6 +625,31 @@ def _template(text: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise InputError(f"--template must be a JSON object, got {text!r}.")
     return options
+
+
+def _online(
+    server: str, target: str, prompts: Any, out: Path, concurrency: str, plan: Any, python: str | None, as_json: bool
+) -> None:
+    from .vllm.online import FILE, measure
+
+    try:
+        levels = [int(level) for level in concurrency.split(",")]
+    except ValueError as error:
+        raise InputError(f"--concurrency must be whole numbers with commas between, got {concurrency!r}.") from error
+    found = measure(
+        server, target, prompts, out, levels, plan.max_new_tokens, plan.sampling.temperature, plan.seed, python=python
+    )
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for level in found["levels"]:
+        length = level["acceptance_length"]
+        typer.echo(
+            f"concurrency {level['concurrency']}: {level['tokens_per_second']:.1f} tokens/s, "
+            f"{level['first_token_ms_mean']:.0f} ms to the first token, {level['response_ms_mean']:.0f} ms in all"
+            + ("" if length is None else f", acceptance length {length:.2f}")
+        )
+    typer.echo(f"results: {out / FILE}")
 
 
 def _print_results(results: dict[str, Any]) -> None:

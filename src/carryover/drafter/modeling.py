@@ -178,6 +178,11 @@ class Drafter(PreTrainedModel):
             weights["markov_head.markov_w2.weight"] = weights["markov_head.markov_w2.weight"][index]
         return Drafter.from_tensors(config, weights)
 
+    def without_carry(self) -> Drafter:
+        """The same drafter with no carry interface."""
+        config = DrafterConfig.from_dict({**self.config.to_dict(), "carry": "none"})
+        return Drafter.from_tensors(config, {n: t for n, t in self.state_dict().items() if not n.startswith("carry.")})
+
     def vocabulary_index(self, tokens: Tensor) -> Tensor:
         """Token ids `[...]` to indices into the draft vocabulary, -1 for a token that is not in it."""
         if self.draft_vocab is None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from rich.console import Console
@@ -63,13 +63,66 @@ class Plan:
     compile: bool = False
     stop_loops: bool = False
     carry_rows: tuple[int, ...] = ()
+    engine: str = "embedded"
+
+
+class Decoder(Protocol):
+    """What an evaluation asks of an engine; see `decode.engine.Engine`."""
+
+    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, seed: int = 0) -> Generation: ...
+
+    def generate_many(self, prompts: Sequence[Request], batch_size: int) -> Iterator[tuple[int, Generation]]: ...
+
+    def warm_up(self, prompt: Request, longest: int, slots: int = 1) -> None: ...
+
+
+class Engines(Protocol):
+    """Makes the engines of an evaluation."""
+
+    def make(
+        self,
+        target: Target,
+        plan: Plan,
+        drafter: Drafter | None,
+        path: str | None,
+        carry: bool,
+        rows: int | None = None,
+    ) -> Decoder:
+        """path: where the drafter came from; rows: at most so many carry rows, None for all."""
+        ...
+
+
+class EmbeddedEngines:
+    """This project's own engine."""
+
+    def make(
+        self,
+        target: Target,
+        plan: Plan,
+        drafter: Drafter | None,
+        path: str | None,
+        carry: bool,
+        rows: int | None = None,
+    ) -> Engine:
+        return Engine(
+            target,
+            drafter,
+            plan.sampling,
+            plan.draft_sampling,
+            carry,
+            timed=True,
+            penalties=plan.penalties,
+            compile=plan.compile,
+            stop_loops=plan.stop_loops,
+            carry_rows=rows,
+        )
 
 
 class Method(NamedTuple):
     """A row of the results: its name, its engine, and what it drafts with."""
 
     name: str
-    engine: Engine
+    engine: Decoder
     drafter: str | None = None
     carry: bool = False
 
@@ -81,15 +134,17 @@ def evaluate(
     out: Path,
     plan: Plan = Plan(),
     progress: bool = True,
+    engines: Engines = EmbeddedEngines(),
 ) -> dict[str, Any]:
     """Decodes all prompts with all methods and returns the results, which are also in `out/results.json`.
 
-    drafters: by path (or hub id), in the order of comparison. Prompts too long for the target are left out and listed
-    in the environment. Raises InputError when `out` holds an evaluation with other settings or nothing can be decoded.
+    drafters: by path (or hub id), in the order of comparison. engines: what decodes, named by `plan.engine`. Prompts
+    too long for the target are left out and listed in the environment. Raises InputError when `out` holds an evaluation
+    with other settings or nothing can be decoded.
     """
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; name a folder as --out.")
-    methods = methods_of(target, drafters, plan)
+    methods = methods_of(target, drafters, plan, engines)
     prompts, skipped = fitting(target, plan, prompts)
     settings = settings_of(target, drafters, prompts, plan, methods)
     out.mkdir(parents=True, exist_ok=True)
@@ -120,22 +175,16 @@ def evaluate(
 
 
 # ---- what runs -----------------------------------------------------------------------------------------------------
-def methods_of(target: Target, drafters: Mapping[str, Drafter], plan: Plan) -> list[Method]:
+def methods_of(
+    target: Target, drafters: Mapping[str, Drafter], plan: Plan, engines: Engines = EmbeddedEngines()
+) -> list[Method]:
     """Plain decoding, then the drafters; a drafter without its carry, or with few of its rows, comes right before
     itself with all of them."""
 
-    def engine(drafter: Drafter | None, carry: bool = False, rows: int | None = None) -> Engine:
-        how = plan.sampling, plan.draft_sampling, carry
-        return Engine(
-            target,
-            drafter,
-            *how,
-            timed=True,
-            penalties=plan.penalties,
-            compile=plan.compile,
-            stop_loops=plan.stop_loops,
-            carry_rows=rows,
-        )
+    def engine(
+        drafter: Drafter | None, path: str | None = None, carry: bool = False, rows: int | None = None
+    ) -> Decoder:
+        return engines.make(target, plan, drafter, path, carry, rows)
 
     methods = [Method(PLAIN, engine(None))]
     counts = sorted(set(plan.carry_rows))
@@ -143,10 +192,10 @@ def methods_of(target: Target, drafters: Mapping[str, Drafter], plan: Plan) -> l
     for name, (path, drafter) in zip(short_names(list(drafters), variants), drafters.items(), strict=True):
         carries = drafter.config.carry != "none"
         if carries and plan.carry_off:
-            methods.append(Method(name + OFF, engine(drafter), path))
+            methods.append(Method(name + OFF, engine(drafter, path), path))
         for rows in counts if carries else ():
-            methods.append(Method(name + few(rows), engine(drafter, True, rows), path, rows > 0))
-        methods.append(Method(name, engine(drafter, carries), path, carries))
+            methods.append(Method(name + few(rows), engine(drafter, path, True, rows), path, rows > 0))
+        methods.append(Method(name, engine(drafter, path, carries), path, carries))
     return methods
 
 
@@ -236,7 +285,7 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any] | Non
         return None
     try:
         record = json.loads(path.read_text())
-        defaults = {"compile": False, "stop_loops": False, "carry_rows": []}
+        defaults = {"compile": False, "stop_loops": False, "carry_rows": [], "engine": "embedded"}
         before, _ = defaults | record["settings"], record["environment"]["sessions"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged; restore it, or name another --out.") from error
@@ -318,6 +367,7 @@ def results_of(
     session: dict[str, Any],
 ) -> dict[str, Any]:
     runs = [Run(m.name, m.drafter, m.carry) for m in methods]
+    counters = {m.name: counts for m in methods if (counts := getattr(m.engine, "counters", None))}
     for run in runs:
         for prompt in prompts:
             run.by_task.setdefault(prompt.task, {})[prompt.id] = done[prompt.id][run.name]
@@ -328,11 +378,13 @@ def results_of(
         "batch_size": plan.batch_size,
         "compile": plan.compile,
         "stop_loops": plan.stop_loops,
+        "engine": plan.engine,
         "seed": plan.seed,
         "sampling": asdict(plan.sampling),
         "penalties": asdict(plan.penalties),
         "draft_sampling": plan.draft_sampling,
         "environment": session,
+        **({"engine_counters": counters} if counters else {}),
         "runs": [run_record(run, runs[0], plan.sampling.greedy, plan.seed) for run in runs],
         "comparisons": comparisons(runs, plan.seed),
         "divergences": divergences(target, prompts, done, plan) if plan.sampling.greedy else [],

@@ -32,12 +32,15 @@ def speed_sums(prompts: Sequence[Responses]) -> Sums:
 
 
 def time_shares(prompts: Sequence[Responses]) -> TimeShares:
-    """Where the seconds went: the drafter, the target's verifications (or plain steps), the prefill."""
+    """Where the seconds went: the drafter, the target's verifications (or plain steps), the prefill. NaN where the
+    engine did not time its rounds."""
     generations = [g for responses in prompts for g in responses]
     seconds = sum(g.seconds for g in generations) or float("nan")
+    rounds = [r for g in generations for r in g.rounds]
+    verify = sum(r.verify_seconds for r in rounds) or (float("nan") if rounds else 0.0)
     return TimeShares(
-        sum(r.draft_seconds for g in generations for r in g.rounds) / seconds,
-        sum(r.verify_seconds for g in generations for r in g.rounds) / seconds,
+        sum(r.draft_seconds for r in rounds) / seconds if verify == verify else verify,
+        verify / seconds,
         sum(g.prefill_seconds for g in generations) / seconds,
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -109,8 +109,30 @@ def detect_format(raw: dict[str, Any]) -> Format:
 
 
 # ---- does it fit the target? -----------------------------------------------------------------------------------------
+class Shape(Protocol):
+    """What must be known of a target to see whether a drafter was made for one like it."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def max_length(self) -> int: ...
+
+
 def mismatches(config: DrafterConfig, target: Target) -> list[str]:
     """Every way in which the drafter does not fit the target, one clause each; none if it fits."""
+    found = shape_mismatches(config, target)
+    if not found and config.target_fingerprint and config.target_fingerprint != target.fingerprint():
+        name = config.target_name or config.target_fingerprint
+        found.append(f"it was trained for another target ({name}) of the same shape")
+    return found
+
+
+def shape_mismatches(config: DrafterConfig, target: Shape) -> list[str]:
+    """Those that show without looking at the target's weights."""
     c, layers = config, target.num_layers
     found = []
     for name in ("hidden_size", "target_hidden_size"):
@@ -128,8 +150,6 @@ def mismatches(config: DrafterConfig, target: Target) -> list[str]:
         found.append(f"its mask token {c.mask_token_id} is no row of the target's embedding")
     if c.max_position_embeddings < target.max_length:
         found.append(f"it knows positions up to {c.max_position_embeddings}, the target up to {target.max_length}")
-    if not found and c.target_fingerprint and c.target_fingerprint != target.fingerprint():
-        found.append(f"it was trained for another target ({c.target_name or c.target_fingerprint}) of the same shape")
     return found
 
 
