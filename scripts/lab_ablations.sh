@@ -10,6 +10,8 @@ declare -A change=(
     [plain]="carry.interface=plain"                                  # carry rows look like context rows
     [projector]="carry.interface=projector"                          # a second fusion instead of one vector
     [post-norm]="carry.site=post_norm"                               # the vector behind the norm
+    [hint]="carry.interface=hint"                                    # rejected tokens in the block's embeddings, no carry rows
+    [hint-target]="carry.interface=hint carry.hint=target_top1"      # what the target would say behind them
     [guarded]="train.carryover.acceptance=target_guarded"            # V2g: anchors on which both acceptance rules agree
     [drawn]="train.carryover.proposal_temperature=1"                 # first drafts drawn, not argmax
     [unrolled]="train.carryover.unroll=2"                            # first drafts with carry, as when decoding
@@ -22,7 +24,7 @@ declare -A change=(
     [continued-16]="train.continued.anchors=16"                      # the control of `first` and `anchors-16`
 )
 names=("$@")
-[ ${#names[@]} -gt 0 ] || names=(plain projector post-norm guarded drawn unrolled drawn-unrolled first dropout anchors-4 anchors-16 continued-16)
+[ ${#names[@]} -gt 0 ] || names=(plain projector hint hint-target post-norm guarded drawn unrolled drawn-unrolled first dropout anchors-4 anchors-16 continued-16)
 drafters=(--drafter "$cell/continued" --drafter "$cell/carryover")
 for name in "${names[@]}"; do
     stage=carryover
@@ -35,6 +37,9 @@ for name in "${names[@]}"; do
     fi
     drafters+=(--drafter "$all/$name")
 done
+rows=(--carry-rows 1 --carry-rows 2 --carry-rows 4 --carry-rows 8)
+carryover evaluate --target lab --dtype float32 --prompts "${PROMPTS:-$out/eval_prompts.jsonl}" --limit 400 --max-new-tokens 128 \
+    --seed "$seed" --batch-size 100 --out "$all/rows" --drafter "$cell/carryover" --carry-off "${rows[@]}"
 for temperature in 0 1; do
     carryover evaluate --target lab --dtype float32 --prompts "${PROMPTS:-$out/eval_prompts.jsonl}" --limit 400 --max-new-tokens 128 \
         --temperature "$temperature" --seed "$seed" --batch-size 100 --out "$all/t$temperature" "${drafters[@]}"
