@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Diagnostics of docs/experiments.md on drafters of the main grid, against `continued`. Seven minutes each on one core; goes on where it stopped.
+# Diagnostics of docs/experiments.md on drafters of a lab grid, against `continued`. Seven minutes each on one core; goes on where it stopped.
 #   scripts/lab_diagnose.sh [OUT] [SEED]
 set -euo pipefail
 out=${1:-runs/lab}

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Does the gain survive a longer baseline? DFlash 6,000 and Markov 5,000 steps, then 1,000 and 700 of `continued` and of `carryover` at a lower rate.
-#   scripts/lab_long.sh dflash|markov [OUT] [SEED]        after scripts/lab_grid.sh has recorded OUT; half an hour on one core
-# Then: scripts/lab_table.py OUT/long docs/results/long
+#   scripts/lab_long.sh dflash|markov [OUT] [SEED]        after `carryover run recipes/lab.yaml --out OUT` has recorded; half an hour on one core
 set -euo pipefail
 algorithm=$1 out=${2:-runs/lab} seed=${3:-0}
 if [ "$algorithm" = dflash ]; then block=16 long=6000 more=1000; else block=15 long=5000 more=700; fi

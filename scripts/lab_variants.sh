@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Other ways to train the carryover stage, from the baselines of scripts/lab_grid.sh (docs/experiments.md, "why DFlash gains less").
+# Other ways to train the carryover stage, from the baselines of recipes/lab.yaml (docs/experiments.md, "why DFlash gains less").
 #   scripts/lab_variants.sh dflash|markov SEED [OUT]
 # first: a loss on the first draft as well; dropout: 30 % of anchors without carry; continued-2x: the control with as many drafts as `first`.
 set -euo pipefail

@@ -15,7 +15,7 @@ from carryover.errors import InputError
 from carryover.target import Target
 
 FILES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
-GRIDS = [path for path in FILES if path.stem in ("lab", "lab-large")]
+GRIDS = [path for path in FILES if path.stem in ("lab", "lab-small")]
 RECIPES = [path for path in FILES if path not in GRIDS]
 SMALL = """
 target: lab
