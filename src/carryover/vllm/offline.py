@@ -61,8 +61,8 @@ class VllmEngine:
                 "VLLM_LOGGING_LEVEL": "ERROR",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers take turns; bound, all would sit on the first core
-                **environment(on_cpu, KV_GIB),
                 **os.environ,
+                **environment(on_cpu, KV_GIB),
             },
         )
         self.version = str(self._read()["version"])

@@ -47,12 +47,15 @@ def register() -> None:
     from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.config import SpeculativeConfig
-    from vllm.v1.spec_decode.dflash import DFlashProposer
 
     AutoConfig.register(DrafterConfig.model_type, DrafterConfig)
     for name in (ARCHITECTURE, STORED_ARCHITECTURE, f"DFlash{STORED_ARCHITECTURE}"):
         ModelRegistry.register_model(name, MODEL)
     SpeculativeConfig.__post_init__ = _served(SpeculativeConfig.__post_init__)
+    try:
+        from vllm.v1.spec_decode.dflash import DFlashProposer
+    except ImportError:  # another vLLM; the replaced `__post_init__` refuses our drafters, the rest goes on
+        return
     DFlashProposer.__new__ = staticmethod(_new_proposer)
 
 
