@@ -30,7 +30,7 @@ from carryover.vllm.online import measure
 from carryover.vllm.serve import Server, server
 
 pytestmark = pytest.mark.vllm
-VOCAB, START = 24, 300  # so few tokens that a random drafter guesses some; seconds a server may take to start
+VOCAB, START = 24, 900  # so few tokens that a random drafter guesses some; seconds a server may take to start
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,11 @@ def test_an_evaluation_through_vllm_is_that_of_the_embedded_engine(pair: tuple[P
     counted = found["engine_counters"]["drafter"]
     for run, own in zip(found["runs"], expected["runs"], strict=True):
         a, b = run["overall"], own["overall"]
-        for key in ("tokens", "rounds", "acceptance_length", "acceptance_by_position", "carried_rows", "identical"):
+        for key in ("tokens", "rounds", "acceptance_length", "carried_rows", "identical"):
             assert a[key] == pytest.approx(b[key]), (run["name"], key)
+        # Whether the last token of a response was accepted or corrected, vLLM does not say.
+        last = 8 / max(b["rounds"], 1)
+        assert a["acceptance_by_position"] == pytest.approx(b["acceptance_by_position"], abs=last)
         assert a["identical"] == 8 and a["tokens_per_second"] > 0
         assert a["draft_share"] is None
     assert counted["num_drafts"] == found["runs"][1]["overall"]["rounds"]

@@ -1,7 +1,8 @@
 """`carryover evaluate --engine vllm`: vLLM in the place of the embedded engine; same prompts, same results file.
 
 Every method has a vLLM of its own that stays loaded, and they take turns, as in `evaluate/run.py`. What vLLM does not
-tell stays unknown: of a round's proposals the rejected ones are -1, and how its time divides is not known.
+tell stays unknown: of a round's proposals the rejected ones are -1, how its time divides is not known, and of the last
+token of a response, not whether it was accepted or a correction, so it counts as one.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class VllmEngine:
         if folder is not None:
             asked["speculative_config"] = speculation(path, str(folder), None, plan.draft_sampling)
         self.counters: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}  # what a warm-up counted
         self._worker = subprocess.Popen(
             [python, "-m", "carryover.vllm.worker", json.dumps(asked)],
             stdin=subprocess.PIPE,
@@ -75,7 +77,10 @@ class VllmEngine:
         return json.loads(line)
 
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, seed: int = 0) -> Generation:
-        return next(self.generate_many([Request(prompt_ids, max_new_tokens, seed)], 1))[1]
+        """For warming up: not counted."""
+        generation = next(self.generate_many([Request(prompt_ids, max_new_tokens, seed)], 1))[1]
+        self._before, self.counters = self._total, {}
+        return generation
 
     def generate_many(self, prompts: Sequence[Request], batch_size: int) -> Iterator[tuple[int, Generation]]:
         """As `Engine.generate_many`; vLLM itself decides what runs together, `batch_size` at most."""
@@ -92,7 +97,8 @@ class VllmEngine:
         assert self._worker.stdin is not None
         print(json.dumps({"requests": requests, "sampling": self._sampling()}), file=self._worker.stdin, flush=True)
         reply = self._read()
-        self.counters = reply["counters"]
+        self._total = reply["counters"]
+        self.counters = {name: less(value, self._before.get(name)) for name, value in self._total.items()}
         for i, (prompt, response) in enumerate(zip(prompts, reply["responses"], strict=True)):
             yield i, self._generation(prompt, response)
 
@@ -133,6 +139,13 @@ class VllmEngine:
         except subprocess.TimeoutExpired:
             self._worker.kill()
             self._worker.wait()
+
+
+def less(value: Any, before: Any) -> Any:
+    """A count, or counts by position, since another time; None: the start."""
+    if before is None:
+        return value
+    return [a - b for a, b in zip(value, before, strict=True)] if isinstance(value, list) else value - before
 
 
 class Workers:

@@ -22,7 +22,14 @@ from .serve import this_python
 
 FILE = "online.json"
 CONCURRENCY = (1, 2, 4, 8, 16, 32)
-CLIENT = "import sys; from vllm.entrypoints.cli.main import main; sys.exit(main())"
+# `vllm bench serve` without the `vllm` command, which the CPU build lacks.
+CLIENT = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
 # our name -> the client's
 FIGURES = {
     "completed": "completed",
@@ -109,4 +116,4 @@ def client(asked: dict[str, Any], data: Path, result: Path, concurrency: int, py
     }
     flags = ["--skip-chat-template", "--save-result", "--disable-tqdm"]
     pairs = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    return [python, "-c", CLIENT, "bench", "serve", *pairs, *flags]
+    return [python, "-c", CLIENT, *pairs, *flags]
