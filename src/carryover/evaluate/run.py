@@ -76,45 +76,37 @@ class Decoder(Protocol):
     def warm_up(self, prompt: Request, longest: int, slots: int = 1) -> None: ...
 
 
+class Drafting(NamedTuple):
+    """What a method drafts with: nothing, or a drafter and where it came from, its carry rows read or not, and at most
+    so many of them (None: all)."""
+
+    drafter: Drafter | None = None
+    path: str | None = None
+    carry: bool = False
+    rows: int | None = None
+
+
 class Engines(Protocol):
     """Makes the engines of an evaluation."""
 
-    def make(
-        self,
-        target: Target,
-        plan: Plan,
-        drafter: Drafter | None,
-        path: str | None,
-        carry: bool,
-        rows: int | None = None,
-    ) -> Decoder:
-        """path: where the drafter came from; rows: at most so many carry rows, None for all."""
-        ...
+    def make(self, target: Target, plan: Plan, how: Drafting) -> Decoder: ...
 
 
 class EmbeddedEngines:
     """This project's own engine."""
 
-    def make(
-        self,
-        target: Target,
-        plan: Plan,
-        drafter: Drafter | None,
-        path: str | None,
-        carry: bool,
-        rows: int | None = None,
-    ) -> Engine:
+    def make(self, target: Target, plan: Plan, how: Drafting) -> Engine:
         return Engine(
             target,
-            drafter,
+            how.drafter,
             plan.sampling,
             plan.draft_sampling,
-            carry,
+            how.carry,
             timed=True,
             penalties=plan.penalties,
             compile=plan.compile,
             stop_loops=plan.stop_loops,
-            carry_rows=rows,
+            carry_rows=how.rows,
         )
 
 
@@ -181,21 +173,19 @@ def methods_of(
     """Plain decoding, then the drafters; a drafter without its carry, or with few of its rows, comes right before
     itself with all of them."""
 
-    def engine(
-        drafter: Drafter | None, path: str | None = None, carry: bool = False, rows: int | None = None
-    ) -> Decoder:
-        return engines.make(target, plan, drafter, path, carry, rows)
+    def method(name: str, how: Drafting) -> Method:
+        return Method(name, engines.make(target, plan, how), how.path, how.carry and how.rows != 0)
 
-    methods = [Method(PLAIN, engine(None))]
+    methods = [method(PLAIN, Drafting())]
     counts = sorted(set(plan.carry_rows))
     variants = OFF, *(few(rows) for rows in counts)
     for name, (path, drafter) in zip(short_names(list(drafters), variants), drafters.items(), strict=True):
         carries = drafter.config.carry != "none"
         if carries and plan.carry_off:
-            methods.append(Method(name + OFF, engine(drafter, path), path))
+            methods.append(method(name + OFF, Drafting(drafter, path)))
         for rows in counts if carries else ():
-            methods.append(Method(name + few(rows), engine(drafter, path, True, rows), path, rows > 0))
-        methods.append(Method(name, engine(drafter, path, carries), path, carries))
+            methods.append(method(name + few(rows), Drafting(drafter, path, True, rows)))
+        methods.append(method(name, Drafting(drafter, path, carries)))
     return methods
 
 

@@ -21,7 +21,7 @@ from ..decode.trace import Generation, Round
 from ..drafter.modeling import Drafter
 from ..embedded import EMBEDDED
 from ..errors import InputError
-from ..evaluate.run import Plan
+from ..evaluate.run import Drafting, Plan
 from ..formats import save_drafter
 from ..formats.files import locate
 from ..target import Target
@@ -165,24 +165,16 @@ class Workers:
         for engine in self.engines:
             engine.close()
 
-    def make(
-        self,
-        target: Target,
-        plan: Plan,
-        drafter: Drafter | None,
-        path: str | None,
-        carry: bool,
-        rows: int | None = None,
-    ) -> VllmEngine:
-        if rows is not None or plan.stop_loops:
+    def make(self, target: Target, plan: Plan, how: Drafting) -> VllmEngine:
+        if how.rows is not None or plan.stop_loops:
             raise InputError("a limit on carry rows and a stop at loops are for the embedded engine; vLLM has neither.")
-        folder = None if path is None else locate(path)
-        if drafter is not None and drafter.config.carry != "none" and not carry:
-            drafter, folder = self._without_carry(drafter, str(path))
+        drafter, folder = how.drafter, None if how.path is None else locate(how.path)
+        if drafter is not None and drafter.config.carry != "none" and not how.carry:
+            drafter, folder = self._without_carry(drafter)
         self.engines.append(VllmEngine(target, drafter, folder, plan, self.python))
         return self.engines[-1]
 
-    def _without_carry(self, drafter: Drafter, path: str) -> tuple[Drafter, Path]:
+    def _without_carry(self, drafter: Drafter) -> tuple[Drafter, Path]:
         plain = drafter.without_carry()
         folder = self.out / "carry-off" / plain.digest()
         if not folder.exists():
