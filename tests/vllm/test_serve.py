@@ -89,10 +89,10 @@ def test_steps_of_vllm_become_rounds() -> None:
 
 def test_a_carry_off_control_is_the_drafter_without_its_carry(tmp_path: Path) -> None:
     drafter = random_drafter(carry="embedding")
-    plain, folder = offline.Workers(tmp_path, "py")._without_carry(drafter, "d")
+    plain, folder = offline.Workers(tmp_path, "py")._without_carry(drafter)
     assert plain.config.carry == "none" and (folder / "model.safetensors").exists()
     assert not any(name.startswith("carry.") for name in plain.state_dict())
-    assert offline.Workers(tmp_path, "py")._without_carry(drafter, "d")[1] == folder
+    assert offline.Workers(tmp_path, "py")._without_carry(drafter)[1] == folder
 
 
 def test_a_server_is_measured_with_vllms_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
