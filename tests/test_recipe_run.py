@@ -11,11 +11,13 @@ import pytest
 import yaml
 from rich.console import Console
 from tiny import tiny_target
+from typer.testing import CliRunner
 
+from carryover import cli
 from carryover import run as module
 from carryover.config import Recipe
 from carryover.errors import InputError
-from carryover.run import plan, run, run_grid
+from carryover.run import chosen, plan, run, run_grid
 from carryover.target import Target
 
 
@@ -141,6 +143,57 @@ def test_a_grid_is_recorded_once_and_joined(settings: dict[str, Any], target: Ta
     results = (out / "grid-t0.json").read_text()
     run_grid(recipes, out, Console(file=io.StringIO()), target)  # nothing is done twice
     assert (out / "grid-t0.json").read_text() == results
+
+
+def test_a_grid_runs_in_parts(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    path, out = tmp_path / "grid.yaml", tmp_path / "out"
+    path.write_text(yaml.safe_dump({**settings, "cells": {"a": {}, "b": {}}, "seeds": [0, 1]}))
+    recipes = Recipe.load_grid(path, ["train.steps=1"])
+    assert chosen(recipes, []) == ["a-s0", "b-s0", "a-s1", "b-s1"]
+    assert chosen(recipes, ["b-s0", "a"]) == ["a-s0", "b-s0", "a-s1"]
+    with pytest.raises(InputError, match="no cell 'c'; the cells are a-s0, b-s0, a-s1, b-s1"):
+        chosen(recipes, ["a", "c"])
+    with pytest.raises(InputError, match="no grid"):
+        chosen({"": recipes["a-s0"]}, ["a"])
+
+    quiet = Console(file=io.StringIO())
+    run_grid(recipes, out, quiet, target, names=["b-s1"])
+    assert [p.name for p in out.iterdir() if p.is_dir()] == ["b-s1"]
+    run_grid(recipes, out, quiet, target, names=["a-s1"])
+    runs = {run["name"] for run in json.loads((out / "grid-t0.json").read_text())["runs"]}
+    assert {"a-carryover-s1", "b-carryover-s1"} < runs and not any(name.endswith("-s0") for name in runs)
+
+    shown = CliRunner().invoke(cli.app, ["run", str(path), "--out", str(out), "--cell", "a", "--dry-run"])
+    assert shown.exit_code != 0 and "another recipe (train.carryover.steps" in " ".join(shown.output.split())
+    shown = CliRunner().invoke(cli.app, ["run", str(path), "--out", str(tmp_path), "--cell", "a-s1", "--dry-run"])
+    assert shown.exit_code == 0 and "cell a-s1" in shown.output and "cell b" not in shown.output
+
+
+def test_a_run_begun_before_a_key_existed_goes_on(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    recipe, out = Recipe.model_validate(settings), tmp_path / "out"
+    run(recipe, out, Console(file=io.StringIO()), target)
+    done = {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")}
+    began = yaml.safe_load((out / "recipe.yaml").read_text())
+    del (
+        began["train"]["carryover"]["unroll"],
+        began["drafter"]["start"],
+        began["evaluate"]["stop_loops"],
+        began["carry"],
+    )
+    (out / "recipe.yaml").write_text(yaml.safe_dump(began))
+    record = json.loads((out / "carryover" / "run.json").read_text())
+    del record["train"]["unroll"], record["drafter"]["start"], record["carry"]
+    (out / "carryover" / "run.json").write_text(json.dumps(record))
+    (out / "carryover" / "finished").unlink()
+    run(recipe, out, Console(file=io.StringIO()), target)
+    assert (out / "carryover" / "finished").exists()
+    assert {path: path.stat().st_mtime_ns for path in done if "checkpoint" in str(path)} == {
+        path: stamp for path, stamp in done.items() if "checkpoint" in str(path)
+    }
+    for section, key, value in (("drafter", "start", "target"), ("carry", "interface", "plain")):
+        changed = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update={key: value})})
+        with pytest.raises(InputError, match=rf"another recipe \({section}\.{key}\)"):
+            run(changed, out, Console(file=io.StringIO()), target)
 
 
 def test_what_is_wrong_with_a_grid_is_named(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:

@@ -320,6 +320,18 @@ def default_gamma(block_size: int) -> float:
     return 4.0 if block_size <= 8 else 5.0 if block_size <= 12 else 7.0
 
 
+def completed(kind: type[Section], recorded: dict[str, Any]) -> dict[str, Any]:
+    """A resolved section out of a file of an earlier version: keys that did not exist then have their defaults."""
+    for name, field in kind.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section) and isinstance(recorded.get(name), dict):
+            recorded = {**recorded, name: completed(inner, recorded[name])}
+        elif name not in recorded and not field.is_required():
+            default = field.get_default(call_default_factory=True, validated_data={})
+            recorded = {**recorded, name: default.model_dump(mode="json") if isinstance(default, Section) else default}
+    return recorded
+
+
 def fill_in(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Resolves every default that depends on another key. Values of the wrong type are left for validation to name."""
     raw = deepcopy(raw)

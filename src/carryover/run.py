@@ -15,7 +15,7 @@ Each step is finished once: the same command goes on where an interrupted run st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import yaml
 from rich.console import Console
 
-from .config import Recipe, Stage, StageConfig, drafter_config
+from .config import Recipe, Stage, StageConfig, completed, drafter_config
 from .data.prompts import SUITES, Prompt, load_prompts
 from .data.record import record
 from .decode.sampling import Sampling
@@ -68,13 +68,32 @@ def run(recipe: Recipe, out: Path, console: Console | None = None, target: Targe
     return write_report(out)
 
 
+def chosen(recipes: Mapping[str, Recipe], cells: Sequence[str]) -> list[str]:
+    """Names of a grid's recipes that are one of `cells`, CELL-sSEED or CELL for all its seeds; no cells: all names.
+
+    Raises InputError for a cell that no recipe has.
+    """
+    named = {name: {name, name.rpartition("-s")[0]} for name in recipes if name}
+    for cell in cells:
+        if not any(cell in names for names in named.values()):
+            there = f"the cells are {', '.join(named)}" if named else "this recipe is no grid"
+            raise InputError(f"there is no cell {cell!r}; {there}.")
+    return [name for name, names in named.items() if names & set(cells)] if cells else list(recipes)
+
+
 def run_grid(
-    recipes: Mapping[str, Recipe], out: Path, console: Console | None = None, target: Target | None = None
+    recipes: Mapping[str, Recipe],
+    out: Path,
+    console: Console | None = None,
+    target: Target | None = None,
+    names: Sequence[str] | None = None,
 ) -> Path:
-    """Runs every recipe of a grid in `out/NAME` and returns the path of the table of all.
+    """Runs recipes of a grid in `out/NAME`, those in `names` or all, and returns the path of the table of all that are
+    finished: processes with cells of their own may share `out` once its responses are recorded.
 
     They share the target and what it answered, so these sections must agree. Raises InputError otherwise, or as `run`.
     """
+    names = list(recipes) if names is None else names
     console = console or Console()
     first = next(iter(recipes.values()))
     for name, recipe in recipes.items():
@@ -89,9 +108,9 @@ def run_grid(
         out.mkdir(parents=True, exist_ok=True)
         with announced(console, recording(first)):
             record_responses(first, target, out / "recorded.jsonl")
-    for number, (name, recipe) in enumerate(recipes.items(), 1):
-        console.print(f"[bold]cell {number} of {len(recipes)}: {name}")
-        run(shared_corpus(recipe, out), out / name, console, target)
+    for number, name in enumerate(names, 1):
+        console.print(f"[bold]cell {number} of {len(names)}: {name}")
+        run(shared_corpus(recipes[name], out), out / name, console, target)
         grid.write(out, list(recipes))
     return out / grid.TABLE
 
@@ -153,7 +172,8 @@ def check_owner(out: Path, recipe: Recipe) -> None:
         raise InputError(f"{out} is a file; name a folder as --out.")
     path = out / RECIPE
     if path.exists():
-        changed = differences(yaml.safe_load(path.read_text(encoding="utf-8")), recipe.model_dump(mode="json"))
+        began = completed(Recipe, yaml.safe_load(path.read_text(encoding="utf-8")))
+        changed = differences(began, recipe.model_dump(mode="json"))
         if changed:
             raise InputError(f"{out} holds a run of another recipe ({', '.join(changed)}); name another --out.")
 

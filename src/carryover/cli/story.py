@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,9 +13,6 @@ from .shared import (
     app,
     quiet,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command()
@@ -42,6 +39,9 @@ def run(
     recipe: Annotated[Path, typer.Argument(help="YAML file; see recipes/.")],
     out: Annotated[Path, typer.Option(help="Run folder; an interrupted run goes on from it.")],
     settings: Annotated[list[str] | None, typer.Option("--set", help="Override: train.baseline.steps=100.")] = None,
+    cells: Annotated[
+        list[str] | None, typer.Option("--cell", help="Of a grid only this cell, as CELL-sSEED or CELL; repeatable.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
     threads: ThreadsOption = None,
     debug: DebugOption = False,
@@ -50,21 +50,24 @@ def run(
 
     A recipe with `cells` and `seeds` is a grid: all of that for each of them, and one table."""
     from ..config import Recipe
-    from ..run import missing, plan, run_grid
+    from ..run import check_owner, chosen, missing, plan, run_grid, shared_corpus
     from ..run import run as run_recipe
 
     quiet()
     recipes = Recipe.load_grid(recipe, settings or [])
+    names = chosen(recipes, cells or [])
     if dry_run:
-        for name, resolved in recipes.items():
+        for name in names:
+            resolved = recipes[name]
+            check_owner(out / name, shared_corpus(resolved, out) if name else resolved)
             if name:
                 typer.echo(f"cell {name}")
             for number, title in enumerate(plan(resolved), 1):
                 typer.echo(f"{number}. {title}")
-        for path in dict.fromkeys(path for resolved in recipes.values() for path in missing(resolved)):
+        for path in dict.fromkeys(path for name in names for path in missing(recipes[name])):
             typer.echo(f"note: there is no {path} yet")
         return
-    page = run_recipe(recipes[""], out) if "" in recipes else run_grid(recipes, out)
+    page = run_recipe(recipes[""], out) if "" in recipes else run_grid(recipes, out, names=names)
     typer.echo(f"the report: {page}")
 
 

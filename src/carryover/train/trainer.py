@@ -23,7 +23,16 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ..config import CarryoverConfig, Recipe, StageConfig, drafter_config
+from ..config import (
+    CarryConfig,
+    CarryoverConfig,
+    DataConfig,
+    DrafterShape,
+    Recipe,
+    StageConfig,
+    completed,
+    drafter_config,
+)
 from ..data.chat import render_prompt
 from ..data.corpus import PackedRows, collate, frequent_tokens, load_corpus, pack
 from ..data.prompts import load_prompts
@@ -369,7 +378,12 @@ def claim(out: Path, record: dict[str, Any]) -> None:
     """Writes the run's record to `out/run.json`, after comparing it with the one that is there."""
     path = out / "run.json"
     if path.exists():
-        changed = differences(read_json(path), record)
+        began = read_json(path)
+        stage = CarryoverConfig if record["stage"] == "carryover" else StageConfig
+        for name, kind in (("drafter", DrafterShape), ("carry", CarryConfig), ("data", DataConfig), ("train", stage)):
+            there = began.get(name, {})
+            began[name] = {k: v for k, v in completed(kind, there).items() if k in there or k in record[name]}
+        changed = differences(began, record)
         if changed:
             raise InputError(
                 f"{out} was trained with other settings ({', '.join(changed)}), so going on would mix two runs; "
