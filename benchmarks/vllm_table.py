@@ -1,11 +1,11 @@
-"""One table of a target in vLLM: plain, and with drafters; offline at several batch sizes, and a server with as many
-requests at a time, measured by vLLM's own client.
+"""One table of a target in vLLM: plain, and with drafters; offline, one request at a time, and a server with 1, 4 and 16
+at a time, measured by vLLM's own client.
 
     python benchmarks/vllm_table.py --target lab --prompts EVAL.jsonl --limit 32 --tokens 128 --out runs/vllm-lab \\
         --method DFlash=GRID/dflash-b16-s0/continued --method DFlash+Carryover=GRID/dflash-b16-s0/carryover
 
 Run it with the Python of the environment that `make vllm` builds. What OUT holds already is not measured again. Every
-server is asked everything once before it is measured. Prints a table in Markdown.
+server is asked everything once, with the most requests at a time, before it is measured. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def main() -> None:
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--limit", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1], help="offline")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="of the server's requests")
     parser.add_argument("--method", action="append", default=[], help="NAME=DRAFTER")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--out", type=Path, required=True)
@@ -41,8 +42,8 @@ def main() -> None:
     asked = ["--target", args.target, "--prompts", args.prompts, "--limit", str(args.limit)]
     asked += ["--max-new-tokens", str(args.tokens), "--engine", "vllm"]
 
-    for size in args.sizes:
-        drafters = [part for drafter in methods.values() for part in ("--drafter", drafter)]
+    drafters = [part for drafter in methods.values() for part in ("--drafter", drafter)]
+    for size in args.batch_sizes:
         out = args.out / f"offline-{size}"
         if not (out / "results.json").exists():
             subprocess.run([*CLI, "evaluate", *asked, "--dtype", args.dtype, "--batch-size", str(size), *drafters,
@@ -50,7 +51,7 @@ def main() -> None:
     for name, drafter in {PLAIN: None, **methods}.items():
         if not online(args.out, name).exists():
             measure_server(args, name, drafter, asked)
-    print(table(args.out, list(methods), args.sizes))
+    print(table(args.out, list(methods), args.batch_sizes, args.concurrency))
 
 
 def online(out: Path, name: str) -> Path:
@@ -70,8 +71,10 @@ def measure_server(args: argparse.Namespace, name: str, drafter: str | None, ask
                 if server.poll() is not None:
                     raise SystemExit(f"the server of {name} ended; {log} says why")
                 time.sleep(1)
-            levels = ",".join(map(str, args.sizes))
-            for folder in (args.out / "warm-up", online(args.out, name).parent):
+            for folder, levels in (
+                (args.out / "warm-up", str(max(args.concurrency))),
+                (online(args.out, name).parent, ",".join(map(str, args.concurrency))),
+            ):
                 subprocess.run([*CLI, "evaluate", *asked, "--server", url, "--concurrency", levels, "--out",
                                 str(folder)], check=True)  # fmt: skip
         finally:
@@ -86,11 +89,11 @@ def healthy(url: str) -> bool:
         return False
 
 
-def table(out: Path, methods: list[str], sizes: list[int]) -> str:
+def table(out: Path, methods: list[str], sizes: list[int], concurrency: list[int]) -> str:
     """Tokens per second offline (speedup over plain) and online, tokens per verification, and the time of a round."""
     offline = {size: json.loads((out / f"offline-{size}" / "results.json").read_text()) for size in sizes}
-    head = ["method", "tokens per verification", *(f"batch {s}" for s in sizes), *(f"server, {s}" for s in sizes),
-            "a round at batch 1, ms"]  # fmt: skip
+    head = ["method", "tokens per verification", *(f"batch {s}" for s in sizes), *(f"server, {s}" for s in concurrency),
+            "a round, ms"]  # fmt: skip
     lines = [head, ["---"] * len(head)]
     for number, name in enumerate([PLAIN, *methods]):
         runs: list[dict[str, Any]] = [offline[size]["runs"][number]["overall"] for size in sizes]
@@ -99,8 +102,8 @@ def table(out: Path, methods: list[str], sizes: list[int]) -> str:
         lines.append([
             name,
             f"{runs[0]['acceptance_length']:.2f}",
-            *(f"{run['tokens_per_second']:,.0f}{more}" for run, more in zip(runs, speedups, strict=True)),
-            *(f"{served[size]['tokens_per_second']:,.0f}" for size in sizes),
+            *(f"{run['tokens_per_second']:,.1f}{more}" for run, more in zip(runs, speedups, strict=True)),
+            *(f"{served[level]['tokens_per_second']:,.1f}" for level in concurrency),
             f"{1000 * runs[0]['acceptance_length'] / runs[0]['tokens_per_second']:.1f}",
         ])  # fmt: skip
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
