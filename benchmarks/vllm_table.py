@@ -1,4 +1,4 @@
-"""One table of a target in vLLM: plain, and with drafters; offline, one request at a time, and a server with 1, 4 and 16
+"""One table of a target in vLLM, plain and with drafters: offline, one request at a time, and a server with 1, 4 and 16
 at a time, measured by vLLM's own client.
 
     python benchmarks/vllm_table.py --target lab --prompts EVAL.jsonl --limit 32 --tokens 128 --out runs/vllm-lab \\
