@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from carryover import embedded
-from carryover.embedded import CHECKSUMS, cached, smollm2_gguf, smollm2_path
+from carryover.embedded import CHECKSUMS, cached, located, smollm2_gguf, smollm2_path
 from carryover.errors import InputError
 from carryover.target import Target
 
@@ -222,3 +222,11 @@ def test_smollm2_reproduces_recorded_greedy_responses(smollm2: Target, dtype: st
     gap = torch.cat(behind)
     assert gap.max() <= 0.5
     assert (gap == 0).float().mean() > 0.97
+
+
+def test_a_path_without_a_folder_is_no_hub_id(tmp_path: Path) -> None:
+    assert located(str(tmp_path)) == str(tmp_path)
+    assert located("owner/name") == "owner/name"
+    for name in (str(tmp_path / "none"), "./none", "runs/a/target"):
+        with pytest.raises(InputError, match="there is no target folder"):
+            located(name)

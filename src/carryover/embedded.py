@@ -55,6 +55,19 @@ def lab_target_path() -> Path:
 EMBEDDED: dict[str, Callable[[], Path]] = {"smollm2": smollm2_path, "lab": lab_target_path}
 
 
+def located(target: str | Path) -> str:
+    """What to load a target by: the folder of an embedded one, else the folder or hub id itself.
+
+    Raises InputError for a path at which there is no folder; a hub would only say that it is no name.
+    """
+    name = str(target)
+    if name in EMBEDDED:
+        return str(EMBEDDED[name]())
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise InputError(f"there is no target folder {name!r}; name a folder, a hub id, {' or '.join(EMBEDDED)}.")
+    return name
+
+
 # ---- the cache -----------------------------------------------------------------------------------------------------
 def cached(name: str, build: Callable[[Path], None]) -> Path:
     """The folder `name` in the cache; `build` fills it if it is absent or damaged.

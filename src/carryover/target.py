@@ -87,10 +87,10 @@ class Target:
         dtype: `auto` keeps the checkpoint's; `float32` is what exactness tests use. Raises InputError when there is no
         such model, its files are damaged or incomplete, or its family is not supported.
         """
-        from .embedded import EMBEDDED
+        from .embedded import EMBEDDED, located
 
         _check_device(device)
-        path = EMBEDDED[str(name)]() if str(name) in EMBEDDED else name
+        path = located(name)
         try:
             _check_family(AutoConfig.from_pretrained(path).model_type)
             loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)

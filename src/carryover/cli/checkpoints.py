@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -21,9 +21,6 @@ from .shared import (
     quiet,
     template_options,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -36,9 +36,6 @@ from .shared import (
     quiet,
     template_options,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command()
@@ -136,17 +133,21 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     dtype: DtypeOption = "auto",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device")] = "auto",
-    kv_gib: Annotated[int, typer.Option("--kv-gib", min=1, help="On a CPU: GiB of the cache.")] = 4,
+    kv_gib: Annotated[
+        int | None,
+        typer.Option("--kv-gib", min=1, help="GiB of the cache on a CPU; default: the environment's, or 4."),
+    ] = None,
     python: VllmPythonOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, and do nothing.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Start vLLM's OpenAI-compatible server with a drafter, carry included; more options go to vLLM as they are."""
     from ..vllm.serve import run as become
-    from ..vllm.serve import server
+    from ..vllm.serve import server, vllm_python
 
     quiet()
     made = server(target, drafter, device, proposals, draft_sampling, host, port, dtype, kv_gib, python, ctx.args)
     typer.echo(str(made))
     if not dry_run:
-        become(made)
+        vllm_python(python)
+        become(made, host, port)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -40,9 +40,6 @@ from .shared import (
     quiet,
     template_options,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command()
@@ -109,12 +106,18 @@ def evaluate(
             raise InputError("--server measures one that runs, with vLLM's client: --engine vllm, and no --drafter.")
         _online(server, target, asked, out, concurrency, plan, python, as_json)
         return
+    if engine == "vllm":
+        from ..vllm.serve import vllm_python
+
+        python = vllm_python(python)  # first: loading takes a while
+    elif python is not None:
+        raise InputError("--python names that of an environment with vLLM, which only --engine vllm uses.")
     loaded = loaded_target(target, dtype, device)
     named = [os.path.normpath(path) for path in drafter or []]
     if len(set(named)) < len(named):
         raise InputError("a drafter is named twice; name each --drafter once.")
     drafters = {path: loaded_drafter(path, loaded) for path in named}
-    if engine == "vllm":
+    if python is not None:
         from ..vllm.offline import Workers
 
         with Workers(out, python) as workers:
@@ -186,11 +189,15 @@ def _online(
     server: str, target: str, prompts: Any, out: Path, concurrency: str, plan: Any, python: str | None, as_json: bool
 ) -> None:
     from ..vllm.online import FILE, measure
+    from ..vllm.serve import vllm_python
 
     try:
         levels = [int(level) for level in concurrency.split(",")]
     except ValueError as error:
         raise InputError(f"--concurrency must be whole numbers with commas between, got {concurrency!r}.") from error
+    if min(levels) < 1:
+        raise InputError(f"--concurrency must be 1 or more, got {concurrency!r}.")
+    python = vllm_python(python)
     found = measure(
         server, target, prompts, out, levels, plan.max_new_tokens, plan.sampling.temperature, plan.seed, python=python
     )

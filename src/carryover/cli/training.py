@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -29,9 +29,6 @@ from .shared import (
     quiet,
     template_options,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command()

@@ -141,7 +141,9 @@ def evaluate(
     settings = settings_of(target, drafters, prompts, plan, methods)
     out.mkdir(parents=True, exist_ok=True)
     trace = out / "trace.jsonl"
-    check_settings(out / "settings.json", settings)  # first: reading the trace drops what these methods did not finish
+    # First: reading the trace drops what these methods did not finish.
+    if check_settings(out / "settings.json", settings) is None and (out / "results.json").exists():
+        raise InputError(f"{out} holds results without the settings they came from; name another --out.")
     done = read_trace(trace, [m.name for m in methods])
     session = open_session(out / "settings.json", settings, target, unfinished=len(done) < len(prompts))
     session["skipped_prompts"] = skipped
@@ -162,6 +164,9 @@ def evaluate(
                 append_trace(trace, prompt, done[prompt.id])
                 advance()
     results = results_of(target, methods, prompts, done, plan, session)
+    if "engine_counters" not in results and (out / "results.json").exists():  # of the session that decoded
+        before = json.loads((out / "results.json").read_text())
+        results |= {key: before[key] for key in ("engine_counters",) if key in before}
     write_text(out / "results.json", json.dumps(results, indent=1) + "\n")
     return results
 

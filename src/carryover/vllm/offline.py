@@ -19,13 +19,13 @@ from typing import Any
 from ..decode.engine import Request
 from ..decode.trace import Generation, Round
 from ..drafter.modeling import Drafter
-from ..embedded import EMBEDDED
+from ..embedded import located
 from ..errors import InputError
 from ..evaluate.run import Drafting, Plan
 from ..formats import save_drafter
 from ..formats.files import locate
 from ..target import Target
-from .serve import environment, speculation, this_python
+from .serve import environment, speculation
 
 UNKNOWN = -1  # in the place of a proposal that vLLM does not report
 KV_GIB = 1  # of each worker on a CPU
@@ -40,8 +40,7 @@ class VllmEngine:
         self.carries = drafter is not None and drafter.config.carry != "none"
         self.proposals = 0 if drafter is None else drafter.config.num_proposals
         on_cpu = target.device.type == "cpu"
-        name = str(target.name)
-        path = str(EMBEDDED[name]()) if name in EMBEDDED else name
+        path = located(str(target.name))
         asked: dict[str, Any] = {
             "model": path,
             "dtype": str(target.dtype).removeprefix("torch."),
@@ -54,24 +53,27 @@ class VllmEngine:
             asked["speculative_config"] = speculation(path, str(folder), None, plan.draft_sampling)
         self.counters: dict[str, Any] = {}
         self._before: dict[str, Any] = {}  # what a warm-up counted
-        self._worker = subprocess.Popen(
-            [python, "-m", "carryover.vllm.worker", json.dumps(asked)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                "VLLM_LOGGING_LEVEL": "ERROR",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers take turns; bound, all would sit on the first core
-                **os.environ,
-                **environment(on_cpu, KV_GIB),
-            },
-        )
-        self.version = str(self._read()["version"])
+        self._command = [python, "-m", "carryover.vllm.worker", json.dumps(asked)]
+        self._environment = {
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers take turns; bound, all would sit on the first core
+            **os.environ,
+            **environment(on_cpu, default_gib=KV_GIB),
+        }
+        self._worker: subprocess.Popen[str] | None = None  # started when there is something to decode
 
-    def _read(self) -> dict[str, Any]:
-        assert self._worker.stdout is not None
-        line = self._worker.stdout.readline()
+    def _running(self) -> subprocess.Popen[str]:
+        if self._worker is None:
+            self._worker = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._environment
+            )
+            self._read(self._worker)  # it is ready
+        return self._worker
+
+    def _read(self, worker: subprocess.Popen[str]) -> dict[str, Any]:
+        assert worker.stdout is not None
+        line = worker.stdout.readline()
         if not line:
             raise InputError("vLLM ended before it answered; what it said is above.")
         return json.loads(line)
@@ -94,9 +96,10 @@ class VllmEngine:
             }
             for p in prompts
         ]
-        assert self._worker.stdin is not None
-        print(json.dumps({"requests": requests, "sampling": self._sampling()}), file=self._worker.stdin, flush=True)
-        reply = self._read()
+        worker = self._running()
+        assert worker.stdin is not None
+        print(json.dumps({"requests": requests, "sampling": self._sampling()}), file=worker.stdin, flush=True)
+        reply = self._read(worker)
         self._total = reply["counters"]
         self.counters = {name: less(value, self._before.get(name)) for name, value in self._total.items()}
         for i, (prompt, response) in enumerate(zip(prompts, reply["responses"], strict=True)):
@@ -131,11 +134,14 @@ class VllmEngine:
     def warm_up(self, prompt: Request, longest: int, slots: int = 1) -> None:
         """vLLM has warmed itself up."""
 
-    def close(self) -> None:
+    def close(self, patience: float = 30) -> None:
+        """Ends the worker, after `patience` seconds in which it may end by itself."""
+        if self._worker is None:
+            return
         if self._worker.stdin is not None:
             self._worker.stdin.close()
         try:
-            self._worker.wait(timeout=30)
+            self._worker.wait(timeout=patience)
         except subprocess.TimeoutExpired:
             self._worker.kill()
             self._worker.wait()
@@ -153,9 +159,10 @@ class Workers:
 
     name = "vllm"
 
-    def __init__(self, out: Path, python: str | None = None) -> None:
-        """out: the evaluation's folder; drafters without their carry are written there, for `--carry-off`."""
-        self.out, self.python = out, python or this_python()
+    def __init__(self, out: Path, python: str) -> None:
+        """out: the evaluation's folder; drafters without their carry are written there, for `--carry-off`. python: that
+        of an environment with vLLM."""
+        self.out, self.python = out, python
         self.engines: list[VllmEngine] = []
 
     def __enter__(self) -> Workers:
@@ -163,7 +170,7 @@ class Workers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for engine in self.engines:
-            engine.close()
+            engine.close(patience=30 if kind is None else 0)
 
     def make(self, target: Target, plan: Plan, how: Drafting) -> VllmEngine:
         if how.rows is not None or plan.stop_loops:

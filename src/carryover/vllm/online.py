@@ -1,22 +1,27 @@
 """A server measured from outside: vLLM's own benchmark client against any OpenAI-compatible server, at several levels
 of concurrency. Latency includes queueing and the network, so these figures never go into `results.json`.
 
-Every prompt goes as one user message, to which the server applies its chat template. The client reads the server's
-counts of speculative decoding before and after, so nothing else may use the server meanwhile.
+Every prompt goes as one user message, its first turn, to which the server applies its chat template. The client reads
+the server's counts of speculative decoding before and after, so nothing else may use the server meanwhile.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
+import urllib.request
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from .. import __version__
 from ..data.prompts import Prompt
-from ..embedded import EMBEDDED
+from ..embedded import located
 from ..errors import InputError
+from ..evaluate.environment import cpu_name
 from ..files import write_text
 from .serve import this_python
 
@@ -62,25 +67,30 @@ def measure(
 ) -> dict[str, Any]:
     """Sends all prompts once at each level of concurrency; writes `out/online.json` after each and returns it.
 
-    target: whose tokenizer counts tokens. model: the name that the server serves it under; None: `target`. Raises
-    InputError where the client fails, with the last thing it said.
+    A level that `out` holds already is not measured again. target: whose tokenizer counts tokens. model: the name that
+    the server serves it under; None: `target`. Raises InputError where no such server answers, for a folder with
+    another measurement, and where the client fails or not every prompt was answered.
     """
     asked = {
         "url": url,
         "target": target,
         "model": model or target,
         "prompts": len(prompts),
+        "prompts_digest": hashlib.sha256(json.dumps([p.turns[0] for p in prompts]).encode()).hexdigest()[:16],
         "temperature": temperature,
         "max_new_tokens": max_new_tokens,
         "seed": seed,
     }
-    results: dict[str, Any] = {**asked, "levels": []}
+    results = begun(out / FILE, asked)
+    check_server(url, str(asked["model"]))
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as scratch:
         data, result = Path(scratch) / "prompts.jsonl", Path(scratch) / "result.json"
         lines = [{"prompt": prompt.turns[0], "output_tokens": max_new_tokens} for prompt in prompts]
         data.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         for level in concurrency:
+            if any(done["concurrency"] == level for done in results["levels"]):
+                continue
             command = client(asked, data, result, level, python or this_python())
             run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             if run.returncode or not result.exists():
@@ -88,21 +98,54 @@ def measure(
                 raise InputError(f"vLLM's benchmark client failed against {url}; it said: {last.strip()}")
             found = json.loads(result.read_text())
             result.unlink()
+            if found.get("completed") != len(prompts):
+                raise InputError(
+                    f"{url} answered {found.get('completed')} of {len(prompts)} prompts with {level} at a time, which "
+                    "is no measurement; its log says why."
+                )
             figures = {ours: found.get(theirs) for ours, theirs in FIGURES.items()}
             results["levels"].append({"concurrency": level, **figures})
             write_text(out / FILE, json.dumps(results, indent=1) + "\n")
     return results
 
 
+def begun(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """What `path` holds of this measurement. Raises InputError when it holds another one."""
+    if not path.exists():
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        return {**asked, "environment": {"started": started, "carryover": __version__, "cpu": cpu_name()}, "levels": []}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        changed = [key for key, value in asked.items() if found[key] != value]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged; delete it, or name another --out.") from error
+    if changed:
+        raise InputError(f"{path} holds a measurement with another {', '.join(changed)}; name another --out.")
+    return found
+
+
+def check_server(url: str, model: str) -> None:
+    """Raises InputError unless a server at `url` serves `model`."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/v1/models", timeout=10) as answer:
+            served = [entry["id"] for entry in json.load(answer)["data"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, "reason", error)
+        raise InputError(
+            f"no OpenAI-compatible server answers at {url} ({reason}); `carryover serve` starts one."
+        ) from error
+    if model not in served:
+        raise InputError(f"the server at {url} serves {', '.join(served)}, not {model}; name that as --target.")
+
+
 def client(asked: dict[str, Any], data: Path, result: Path, concurrency: int, python: str) -> list[str]:
     """The command of one level."""
-    tokenizer = str(EMBEDDED[asked["target"]]()) if asked["target"] in EMBEDDED else asked["target"]
     options: dict[str, Any] = {
         "backend": "openai-chat",
         "endpoint": "/v1/chat/completions",
         "base-url": asked["url"],
         "model": asked["model"],
-        "tokenizer": tokenizer,
+        "tokenizer": located(asked["target"]),
         "dataset-name": "custom",
         "dataset-path": data,
         "custom-output-len": asked["max_new_tokens"],

@@ -2,26 +2,31 @@
 
     python -m carryover.vllm.worker '{"model": FOLDER, ...}'      the arguments of `vllm.EngineArgs`
 
-Prints a line of JSON when it is ready. Then reads lines `{"requests": [{"ids", "max_tokens", "seed"}], "sampling"}`
-from stdin and answers each with `{"responses": [{"steps", "finish", "seconds", "first_seconds"}], "counters"}`: the
-tokens that each engine step added to a response, of which the first comes from the prefill and each other one from a
-verification; the response's share of the time; and vLLM's own counts of speculative decoding since the start.
+Prints a line of JSON when it is ready, and ends when its parent does. Then reads lines `{"requests": [{"ids",
+"max_tokens", "seed"}], "sampling"}` from stdin and answers each with `{"responses": [{"steps", "finish", "seconds",
+"first_seconds"}], "counters"}`: the tokens that each engine step added to a response, of which the first comes from the
+prefill and each other one from a verification; the response's share of the time; and vLLM's own counts of speculative
+decoding since the start.
 
 A request's share of a step's time is the same for all that are unfinished, as in the embedded engine.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
 
 PREFIX = "vllm:spec_decode_"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
+    _end_with_parent()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to stdout
     import vllm
@@ -37,6 +42,15 @@ def main() -> None:
     for number, line in enumerate(sys.stdin):
         asked = json.loads(line)
         reply(responses=answer(engine, asked["requests"], asked["sampling"], number), counters=counters(engine))
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed closes no pipe politely, and loading takes long before stdin is read."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the call
+            sys.exit(1)
 
 
 def answer(engine: Any, requests: list[dict[str, Any]], sampling: dict[str, Any], group: int) -> list[dict[str, Any]]:
