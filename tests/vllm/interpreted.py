@@ -37,14 +37,33 @@ class Event:
 
 
 def install() -> None:
-    """Before vLLM is imported, for the whole process, which must have been started with TRITON_INTERPRET=1: Triton looks
-    at it when it is imported, and much imports Triton."""
+    """For the whole process, before vLLM is imported. The process must have been started with TRITON_INTERPRET=1, which
+    Triton looks at when it is imported, and much imports Triton."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 to test the model runner V2"
     from triton.backends import backends
+    from triton.language import int1
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+    store = InterpreterBuilder.create_masked_store
+
+    def store_where(self: Any, pointers: Any, values: Any, mask: Any, policy: Any) -> Any:
+        """Some of vLLM's masks are int32 in the interpreter, which it then does not take."""
+        return store(self, pointers, values, TensorHandle(mask.data.astype(bool), int1), policy)
+
+    InterpreterBuilder.create_masked_store = store_where
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
     torch.cuda.Stream, torch.cuda.Event, torch.Event = Stream, Event, Event  # type: ignore[assignment, misc]
     torch.cuda.current_stream = lambda device=None: Stream()  # type: ignore[assignment, return-value]
     torch.cuda.set_stream = lambda stream: None
     torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment, return-value]
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
+
+
+def adapt() -> None:
+    """When vLLM is imported: two things that the interpreter cannot run, for each engine again."""
+    import triton.language as tl
+    from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
+
+    topk_topp_sampler.HAS_TRITON = False  # its kernel of top-k and top-p; vLLM has both in PyTorch too
+    rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda x: tl.log(x + 1.0))  # a function of CUDA's library

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from tiny import save_target
 from vllm_helpers import (
     DRAFTER,
     PROPOSALS,
+    V2,
     Recorder,
     counters,
     embedded_drafts,
     generate,
     prompts_of,
+    proposer_name,
     serving_target,
     tokens,
     vllm_engine,
@@ -171,14 +174,14 @@ def test_output_is_plain_vllms_and_proposals_are_the_embedded_engines(
 STOCK = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
-from vllm_helpers import Recorder, generate, tokens, vllm_engine
+from vllm_helpers import Recorder, generate, proposer_name, tokens, vllm_engine
 import pytest, vllm
 asked = json.loads(sys.argv[2])
 with pytest.MonkeyPatch.context() as patch, vllm_engine(asked["target"], asked["drafter"], max_model_len=384) as llm:
     with Recorder({tuple(p): k for p, k in asked["known"]}).attached(patch) as recorder:
         sampling = vllm.SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
         out = tokens(generate(llm, [p for p, _ in asked["known"]], sampling))
-    proposer = type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter).__name__
+    proposer = proposer_name(llm)
 drafts = [[d.proposals for d in found] for found in recorder.drafts.values()]
 print(json.dumps({"out": out, "proposer": proposer, "drafts": drafts}))
 """
@@ -202,11 +205,11 @@ def test_a_stock_drafter_proposes_the_same_without_the_plugin(
     with vllm_engine(folder, path, **TARGET_OPTIONS) as llm:
         with Recorder({tuple(p): k for p, k in known}).attached(monkeypatch) as recorder:
             out = tokens(generate(llm, [p for p, _ in known], params(max_tokens=32)))
-        proposer = type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter).__name__
+        proposer = proposer_name(llm)
     drafts = [[d.proposals for d in found] for found in recorder.drafts.values()]
     assert without == {"out": out, "proposer": proposer, "drafts": drafts}
     assert out == [c[:32] for c in plain[0][:8]]
-    assert proposer == "DFlashProposer"
+    assert proposer == ("DFlashSpeculator" if V2 else "DFlashProposer")
     assert sum(map(len, drafts)) > 80
 
 
@@ -253,7 +256,7 @@ def test_an_altered_vllm_is_refused_and_stock_drafters_are_not(
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from carryover.vllm import internals
+    from carryover.vllm import internals, plugin
 
     _, ours = saved(target, tmp_path / "ours", "dflash", "zlab")
     _, stock = saved(target, tmp_path / "stock", "stock", "zlab")
@@ -262,17 +265,29 @@ def test_an_altered_vllm_is_refused_and_stock_drafters_are_not(
         asked = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": PROPOSALS, **draft}
         return EngineArgs(model=str(folder), dtype="float32", speculative_config=asked).create_engine_config()
 
-    assert internals.problem() is None
-    served = configured(ours).speculative_config.draft_model_config.hf_config
-    assert served.architectures == ["DFlashCarryover"]
+    tables = (internals.BOTH, internals.V1, internals.V2)
+    assert [internals.problem(table) for table in tables] == [None, None, None]
+    served = configured(ours)
+    assert served.speculative_config.draft_model_config.hf_config.architectures == ["DFlashCarryover"]
     with pytest.raises(ValueError, match="num_speculative_tokens is 9, but the drafter was trained to propose 4"):
         configured(ours, num_speculative_tokens=9)
-    name = "vllm.v1.spec_decode.dflash:DFlashProposer.set_inputs_first_pass"
-    for version, table in (("0.32.0", {name: "0" * 16}), ("0.33.0", {}), ("0.32.0", {name + "_gone": "0" * 16})):
-        monkeypatch.setattr(internals, "installed_version", lambda version=version: version)
-        monkeypatch.setattr(internals, "RELIED_ON", table)
-        with pytest.raises(
-            ValueError, match=rf"cannot serve this drafter with vLLM {version} .*supported is vLLM 0.32.0"
-        ):
-            configured(ours)
-        assert configured(stock).speculative_config.draft_model_config.hf_config.architectures == ["DFlashDraftModel"]
+
+    # What both runners need is looked at before anything is loaded, what one of them needs where its drafts are made.
+    refusal = r"cannot serve this drafter with vLLM {} .*supported is vLLM 0.32.0"
+    shared = "vllm.config.vllm:VllmConfig.num_lookahead_tokens"
+    for version, table in (("0.32.0", {shared: "0" * 16}), ("0.33.0", {}), ("0.32.0", {shared + "_gone": "0" * 16})):
+        with monkeypatch.context() as patch:
+            patch.setattr(internals, "installed_version", lambda version=version: version)
+            patch.setattr(plugin, "BOTH", table)
+            with pytest.raises(ValueError, match=refusal.format(version)):
+                configured(ours)
+            found = configured(stock).speculative_config.draft_model_config.hf_config
+            assert found.architectures == ["DFlashDraftModel"]
+    for (module, name, _), table in zip(plugin.DRAFTS, ("V1", "V2"), strict=True):
+        cls = getattr(import_module(module), name)
+        with monkeypatch.context() as patch:
+            patch.setattr(plugin, table, {f"{module}:{name}.propose": "0" * 16})
+            with pytest.raises(ValueError, match=refusal.format("0.32.0")):
+                cls.__new__(cls, served)
+            assert type(cls.__new__(cls, configured(stock))) is cls
+        assert type(cls.__new__(cls, served)).__name__ == ("CarryProposer" if table == "V1" else "CarrySpeculator")

@@ -58,6 +58,8 @@ def vllm_engine(target: Path, drafter: Path | None = None, proposals: int = PROP
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    if V2:
+        interpreted.adapt()
     draft = options.pop("draft", {})
     if drafter is not None:
         options["speculative_config"] = {
@@ -87,6 +89,12 @@ def generate(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[An
 
 def tokens(outputs: Sequence[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def proposer_name(llm: Any) -> str:
+    """The class that drafts."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return type(runner.speculator if V2 else runner.drafter).__name__
 
 
 def counters(llm: Any) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class DFlashCarryover(DFlashQwen3ForCausalLM):
     def choose(self, hidden: Tensor, anchors: Tensor, count: int, draw: Draw | None) -> Tensor:
         """Proposals `[b*P]` from the proposing rows `[b*P, D]` behind the anchors' tokens `[b]`; count: P.
 
-        draw: None chooses by argmax. A Markov head asks it once for each proposal, left to right; else it is asked once.
+        draw: None chooses by argmax. Asked once for all rows or, with a Markov head, for each proposal, left to right.
         """
 
         def chosen(logits: Tensor, rows: slice) -> Tensor:

