@@ -1,4 +1,7 @@
-"""The plugin inside vLLM on a CPU: output as plain vLLM's, proposals as the embedded engine's, stock untouched."""
+"""The plugin inside vLLM on a CPU: output as plain vLLM's, proposals as the embedded engine's, stock untouched.
+
+Of the model runner that VLLM_USE_V2_MODEL_RUNNER says; with V2, whose kernels are interpreted, there is less of it all.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +146,7 @@ def test_output_is_plain_vllms_and_proposals_are_the_embedded_engines(
     drafter, path = saved(target, tmp_path / kind, kind, form)
     continuation, (word, *ended) = plain
     known = {tuple(p): p + c for p, c in zip(prompts, continuation, strict=True)}
-    full = kind in ("dflash", "markov-next-token", "markov-fill-in")
+    full = kind == "markov-next-token" or (not V2 and kind in ("dflash", "markov-fill-in"))
     asked = prompts if full else prompts[::4]
     with (
         vllm_engine(folder, path, **TARGET_OPTIONS, **TIGHT) as llm,
@@ -226,7 +229,7 @@ def test_sampled_tokens_follow_the_targets_distribution(
 ) -> None:
     """Each token against the target's probabilities given the tokens before it, summed over many responses."""
     _, path = saved(target, tmp_path / kind, kind)
-    prompt, count, new = [3, 9, 14, 27], 400, 12
+    prompt, (count, new) = [3, 9, 14, 27], (64, 8) if V2 else (400, 12)
     how = {"temperature": sampling.temperature, "top_k": sampling.top_k or -1, "max_tokens": new}
     with vllm_engine(folder, path, draft={"draft_sample_method": draws}, max_num_seqs=64, **TARGET_OPTIONS) as llm:
         seeded = [
@@ -234,7 +237,7 @@ def test_sampled_tokens_follow_the_targets_distribution(
         ]  # vLLM counts up for the second of the two
         outputs = generate(llm, [prompt] * (count // 2), seeded)
         responses = [list(one.token_ids) for output in outputs for one in output.outputs]
-        if draws == "greedy":  # vLLM draws proposals without the request's seed, so only then a seed says everything
+        if V2 or draws == "greedy":  # V1 draws proposals without the request's seed, so a seed does not say everything
             again = generate(llm, [prompt] * 8, seeded[:8])
             assert [list(one.token_ids) for output in again for one in output.outputs] == responses[:16]
         assert counters(llm)["spec_decode_num_accepted_tokens"] > 0
@@ -242,7 +245,8 @@ def test_sampled_tokens_follow_the_targets_distribution(
     ids = torch.tensor([prompt + response for response in responses])
     p = sampling.probabilities(target.head(target.forward(ids).hidden)[:, len(prompt) - 1 : -1]).double()
     drawn = torch.nn.functional.one_hot(ids[:, len(prompt) :], p.shape[-1])  # [count, new, V], as p
-    for first, last in ((0, 1), (1, 4), (4, new)):  # prefill, the first round, the rounds with carry
+    # Prefill, the first round, the rounds with carry; together, where there are too few of each.
+    for first, last in [(0, new)] if V2 else [(0, 1), (1, 4), (4, new)]:
         expected, variance = (x[:, first:last].sum((0, 1)) for x in (p, p * (1 - p)))
         usual = (expected > 5) & (variance > 5)  # enough of them to be near a normal distribution
         z = (drawn[:, first:last].sum((0, 1)) - expected)[usual] / variance[usual].sqrt()
