@@ -34,7 +34,8 @@ $(STAMP): pyproject.toml
 
 vllm: $(VLLM_STAMP)
 
-# With vLLM's model runner V1; then with V2, whose Triton kernels are interpreted (Triton comes with vLLM). 5 and 7 minutes.
+# With vLLM's model runner V1, about 5 minutes; then with V2, whose Triton kernels are interpreted (Triton comes with
+# vLLM), about 10.
 test-vllm: $(VLLM_STAMP)
 	PYTHONPATH=tests $(ONE_THREAD) $(VLLM_PYTHON) -m pytest -m vllm tests/vllm --ignore tests/vllm/test_runner_v2.py
 	PYTHONPATH=tests $(ONE_THREAD) VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 \
