@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from carryover.vllm.layout import layout, rejected_rows
+from carryover.vllm.layout import carried, layout, rejected_rows
 
 PAGE = 4
 TABLE = torch.tensor([[7, 2, 9], [1, 5, 3]])  # pages of two requests
@@ -50,3 +50,8 @@ def test_nothing_rejected_leaves_no_carry() -> None:
 def test_next_token_slots_propose_from_the_anchor_on() -> None:
     places = layout(STARTS, POSITIONS, REJECTED, LENGTHS, TABLE, PAGE, 3, 0, True)
     assert places.proposing.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_block_that_would_reach_too_far_behind_rejected_rows_has_none() -> None:
+    rejected = torch.tensor([2, 2, 0, 3])
+    assert carried(rejected, torch.tensor([13, 14, 16, 5]), 3, 16).tolist() == [2, 0, 0, 3]

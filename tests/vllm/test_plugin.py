@@ -1,4 +1,7 @@
-"""The plugin inside vLLM on a CPU: output as plain vLLM's, proposals as the embedded engine's, stock untouched."""
+"""The plugin inside vLLM on a CPU: output as plain vLLM's, proposals as the embedded engine's, stock untouched.
+
+Of the model runner that VLLM_USE_V2_MODEL_RUNNER says; with V2, whose kernels are interpreted, there is less of it all.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,13 @@ from tiny import save_target
 from vllm_helpers import (
     DRAFTER,
     PROPOSALS,
+    V2,
     Recorder,
     counters,
     embedded_drafts,
     generate,
     prompts_of,
+    proposer_name,
     serving_target,
     tokens,
     vllm_engine,
@@ -140,7 +146,7 @@ def test_output_is_plain_vllms_and_proposals_are_the_embedded_engines(
     drafter, path = saved(target, tmp_path / kind, kind, form)
     continuation, (word, *ended) = plain
     known = {tuple(p): p + c for p, c in zip(prompts, continuation, strict=True)}
-    full = kind in ("dflash", "markov-next-token", "markov-fill-in")
+    full = kind == "markov-next-token" or (not V2 and kind in ("dflash", "markov-fill-in"))
     asked = prompts if full else prompts[::4]
     with (
         vllm_engine(folder, path, **TARGET_OPTIONS, **TIGHT) as llm,
@@ -171,14 +177,14 @@ def test_output_is_plain_vllms_and_proposals_are_the_embedded_engines(
 STOCK = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
-from vllm_helpers import Recorder, generate, tokens, vllm_engine
+from vllm_helpers import Recorder, generate, proposer_name, tokens, vllm_engine
 import pytest, vllm
 asked = json.loads(sys.argv[2])
 with pytest.MonkeyPatch.context() as patch, vllm_engine(asked["target"], asked["drafter"], max_model_len=384) as llm:
     with Recorder({tuple(p): k for p, k in asked["known"]}).attached(patch) as recorder:
         sampling = vllm.SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
         out = tokens(generate(llm, [p for p, _ in asked["known"]], sampling))
-    proposer = type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter).__name__
+    proposer = proposer_name(llm)
 drafts = [[d.proposals for d in found] for found in recorder.drafts.values()]
 print(json.dumps({"out": out, "proposer": proposer, "drafts": drafts}))
 """
@@ -202,11 +208,11 @@ def test_a_stock_drafter_proposes_the_same_without_the_plugin(
     with vllm_engine(folder, path, **TARGET_OPTIONS) as llm:
         with Recorder({tuple(p): k for p, k in known}).attached(monkeypatch) as recorder:
             out = tokens(generate(llm, [p for p, _ in known], params(max_tokens=32)))
-        proposer = type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter).__name__
+        proposer = proposer_name(llm)
     drafts = [[d.proposals for d in found] for found in recorder.drafts.values()]
     assert without == {"out": out, "proposer": proposer, "drafts": drafts}
     assert out == [c[:32] for c in plain[0][:8]]
-    assert proposer == "DFlashProposer"
+    assert proposer == ("DFlashSpeculator" if V2 else "DFlashProposer")
     assert sum(map(len, drafts)) > 80
 
 
@@ -223,7 +229,7 @@ def test_sampled_tokens_follow_the_targets_distribution(
 ) -> None:
     """Each token against the target's probabilities given the tokens before it, summed over many responses."""
     _, path = saved(target, tmp_path / kind, kind)
-    prompt, count, new = [3, 9, 14, 27], 400, 12
+    prompt, (count, new) = [3, 9, 14, 27], (64, 8) if V2 else (400, 12)
     how = {"temperature": sampling.temperature, "top_k": sampling.top_k or -1, "max_tokens": new}
     with vllm_engine(folder, path, draft={"draft_sample_method": draws}, max_num_seqs=64, **TARGET_OPTIONS) as llm:
         seeded = [
@@ -231,7 +237,7 @@ def test_sampled_tokens_follow_the_targets_distribution(
         ]  # vLLM counts up for the second of the two
         outputs = generate(llm, [prompt] * (count // 2), seeded)
         responses = [list(one.token_ids) for output in outputs for one in output.outputs]
-        if draws == "greedy":  # vLLM draws proposals without the request's seed, so only then a seed says everything
+        if V2 or draws == "greedy":  # V1 draws proposals without the request's seed, so a seed does not say everything
             again = generate(llm, [prompt] * 8, seeded[:8])
             assert [list(one.token_ids) for output in again for one in output.outputs] == responses[:16]
         assert counters(llm)["spec_decode_num_accepted_tokens"] > 0
@@ -239,7 +245,8 @@ def test_sampled_tokens_follow_the_targets_distribution(
     ids = torch.tensor([prompt + response for response in responses])
     p = sampling.probabilities(target.head(target.forward(ids).hidden)[:, len(prompt) - 1 : -1]).double()
     drawn = torch.nn.functional.one_hot(ids[:, len(prompt) :], p.shape[-1])  # [count, new, V], as p
-    for first, last in ((0, 1), (1, 4), (4, new)):  # prefill, the first round, the rounds with carry
+    # Prefill, the first round, the rounds with carry; together, where there are too few of each.
+    for first, last in [(0, new)] if V2 else [(0, 1), (1, 4), (4, new)]:
         expected, variance = (x[:, first:last].sum((0, 1)) for x in (p, p * (1 - p)))
         usual = (expected > 5) & (variance > 5)  # enough of them to be near a normal distribution
         z = (drawn[:, first:last].sum((0, 1)) - expected)[usual] / variance[usual].sqrt()
@@ -253,7 +260,7 @@ def test_an_altered_vllm_is_refused_and_stock_drafters_are_not(
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from carryover.vllm import internals
+    from carryover.vllm import internals, plugin
 
     _, ours = saved(target, tmp_path / "ours", "dflash", "zlab")
     _, stock = saved(target, tmp_path / "stock", "stock", "zlab")
@@ -262,17 +269,29 @@ def test_an_altered_vllm_is_refused_and_stock_drafters_are_not(
         asked = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": PROPOSALS, **draft}
         return EngineArgs(model=str(folder), dtype="float32", speculative_config=asked).create_engine_config()
 
-    assert internals.problem() is None
-    served = configured(ours).speculative_config.draft_model_config.hf_config
-    assert served.architectures == ["DFlashCarryover"]
+    tables = (internals.BOTH, internals.V1, internals.V2)
+    assert [internals.problem(table) for table in tables] == [None, None, None]
+    served = configured(ours)
+    assert served.speculative_config.draft_model_config.hf_config.architectures == ["DFlashCarryover"]
     with pytest.raises(ValueError, match="num_speculative_tokens is 9, but the drafter was trained to propose 4"):
         configured(ours, num_speculative_tokens=9)
-    name = "vllm.v1.spec_decode.dflash:DFlashProposer.set_inputs_first_pass"
-    for version, table in (("0.32.0", {name: "0" * 16}), ("0.33.0", {}), ("0.32.0", {name + "_gone": "0" * 16})):
-        monkeypatch.setattr(internals, "installed_version", lambda version=version: version)
-        monkeypatch.setattr(internals, "RELIED_ON", table)
-        with pytest.raises(
-            ValueError, match=rf"cannot serve this drafter with vLLM {version} .*supported is vLLM 0.32.0"
-        ):
-            configured(ours)
-        assert configured(stock).speculative_config.draft_model_config.hf_config.architectures == ["DFlashDraftModel"]
+
+    # What both runners need is looked at before anything is loaded, what one of them needs where its drafts are made.
+    refusal = r"cannot serve this drafter with vLLM {} .*supported is vLLM 0.32.0"
+    shared = "vllm.config.vllm:VllmConfig.num_lookahead_tokens"
+    for version, table in (("0.32.0", {shared: "0" * 16}), ("0.33.0", {}), ("0.32.0", {shared + "_gone": "0" * 16})):
+        with monkeypatch.context() as patch:
+            patch.setattr(internals, "installed_version", lambda version=version: version)
+            patch.setattr(plugin, "BOTH", table)
+            with pytest.raises(ValueError, match=refusal.format(version)):
+                configured(ours)
+            found = configured(stock).speculative_config.draft_model_config.hf_config
+            assert found.architectures == ["DFlashDraftModel"]
+    for (module, name, _), table in zip(plugin.DRAFTS, ("V1", "V2"), strict=True):
+        cls = getattr(import_module(module), name)
+        with monkeypatch.context() as patch:
+            patch.setattr(plugin, table, {f"{module}:{name}.propose": "0" * 16})
+            with pytest.raises(ValueError, match=refusal.format("0.32.0")):
+                cls.__new__(cls, served)
+            assert type(cls.__new__(cls, configured(stock))) is cls
+        assert type(cls.__new__(cls, served)).__name__ == ("CarryProposer" if table == "V1" else "CarrySpeculator")

@@ -47,7 +47,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_the_command_names_target_drafter_and_proposals(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     made = serve.server(pair["target"], pair["carry"], "cpu", port=9000, python="py", extra=["--max-num-seqs", "4"])
     assert made.command[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
@@ -59,6 +60,8 @@ def test_the_command_names_target_drafter_and_proposals(pair: dict[str, str], mo
     assert words[2:] == made.command and words[0] == "VLLM_CPU_KVCACHE_SPACE=4"
     on_gpu = serve.server(pair["target"], None, "cuda", python="py")
     assert on_gpu.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # asked for
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in serve.server(pair["target"], None, "cuda", python="py").environment
     assert "--speculative-config" not in on_gpu.command and "--enforce-eager" not in on_gpu.command
 
 

@@ -2,6 +2,8 @@
 
 A random drafter guesses nothing right, so recorded drafts are partly replaced by the target's known continuation before
 vLLM verifies them; how many tokens of each are right then varies from none to all.
+
+All of it works with either model runner: V1, or V2 if VLLM_USE_V2_MODEL_RUNNER says so, see `interpreted.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
+import interpreted
 import pytest
 import torch
 from tiny import tiny_target
@@ -31,6 +34,10 @@ from tiny import tiny_target
 from carryover.decode.engine import Batch, Engine, Request
 from carryover.decode.trace import Generation
 from carryover.target import Target
+
+V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+if V2:
+    interpreted.install()
 
 PROPOSALS = 4
 PAGE = 32  # the smallest page of vLLM's CPU attention
@@ -51,6 +58,8 @@ def vllm_engine(target: Path, drafter: Path | None = None, proposals: int = PROP
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    if V2:
+        interpreted.adapt()
     draft = options.pop("draft", {})
     if drafter is not None:
         options["speculative_config"] = {
@@ -82,6 +91,12 @@ def tokens(outputs: Sequence[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def proposer_name(llm: Any) -> str:
+    """The class that drafts."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return type(runner.speculator if V2 else runner.drafter).__name__
+
+
 def counters(llm: Any) -> dict[str, Any]:
     """vLLM's counts of speculative decoding and of preemptions, since the engine began."""
     named = {m.name: getattr(m, "value", None) or getattr(m, "values", None) for m in llm.get_metrics()}
@@ -92,13 +107,15 @@ def counters(llm: Any) -> dict[str, Any]:
 @dataclass
 class Draft:
     """One draft of one request. verified: the tokens that this step's verification judged, before the draft; rejected:
-    how many of them it rejected; anchor, token: of the draft; proposals: what the drafter made."""
+    how many of them it rejected; anchor, token: of the draft; proposals: what the drafter made; steered: what vLLM gets
+    to verify in their place."""
 
     verified: list[int]
     rejected: int
     anchor: int
     token: int
     proposals: list[int]
+    steered: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -110,6 +127,11 @@ class Recorder:
 
     @contextmanager
     def attached(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+        with monkeypatch.context() as patch:
+            (self._attach_to_v2 if V2 else self._attach_to_v1)(patch)
+            yield self
+
+    def _attach_to_v1(self, patch: pytest.MonkeyPatch) -> None:
         from vllm.v1.spec_decode.dflash import DFlashProposer
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -122,31 +144,63 @@ class Recorder:
 
         def recorded_draft(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             result = draft(runner, scheduler_output, *args, **kwargs)
-            return self._record(runner, scheduler_output, seen, result)
+            starts, steered = seen["common_attn_metadata"].query_start_loc, result.clone()
+            for i, request in enumerate(runner.input_batch.req_ids):
+                if runner.discard_request_mask.np[i]:
+                    continue  # in the middle of its prompt
+                rejected = seen["num_rejected_tokens_gpu"]
+                r = 0 if rejected is None else int(rejected[i])
+                anchor = int(seen["target_positions"][starts[i + 1] - 1 - r]) + 1
+                prompt = tuple(runner.requests[request].prompt_token_ids)
+                verified = list(scheduler_output.scheduled_spec_decode_tokens.get(request, []))
+                if verified and min(verified) < 0:  # asynchronous scheduling leaves them on the device
+                    verified = self.drafts[prompt][-1].steered
+                record = Draft(verified, r, anchor, int(seen["next_token_ids"][i]), seen["proposals"][i].tolist())
+                steered[i] = self._record(prompt, record)
+            return steered
 
-        with monkeypatch.context() as patch:
-            patch.setattr(DFlashProposer, "propose", recorded_propose)
-            patch.setattr(GPUModelRunner, "propose_draft_token_ids", recorded_draft)
-            yield self
+        patch.setattr(DFlashProposer, "propose", recorded_propose)
+        patch.setattr(GPUModelRunner, "propose_draft_token_ids", recorded_draft)
 
-    def _record(self, runner: Any, scheduler_output: Any, seen: dict[str, Any], result: torch.Tensor) -> torch.Tensor:
-        starts, steered = seen["common_attn_metadata"].query_start_loc, result.clone()
-        rejected, proposals = seen["num_rejected_tokens_gpu"], seen["proposals"].tolist()
-        for i, request in enumerate(runner.input_batch.req_ids):
-            if runner.discard_request_mask.np[i]:
+    def _attach_to_v2(self, patch: pytest.MonkeyPatch) -> None:
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        sample = GPUModelRunner.sample
+
+        def sample_and_record(runner: Any, *args: Any) -> Any:
+            """Wraps the speculator of this runner, which drafts after it has sampled."""
+            propose, result = runner.speculator.propose, sample(runner, *args)
+
+            def recorded_propose(*args: Any, **kwargs: Any) -> Any:
+                runner.speculator.propose = propose
+                return self._record_batch(runner.req_states, args, propose(*args, **kwargs))
+
+            runner.speculator.propose = recorded_propose
+            return result
+
+        patch.setattr(GPUModelRunner, "sample", sample_and_record)
+
+    def _record_batch(self, states: Any, args: Sequence[Any], proposals: torch.Tensor) -> torch.Tensor:
+        """args: of V2's `propose`."""
+        batch, num_sampled, num_rejected, last_sampled = args[0], *args[5:8]
+        steered = proposals.clone()
+        for i, slot in enumerate(batch.idx_mapping.tolist()):
+            if not num_sampled[i]:
                 continue  # in the middle of its prompt
-            r = 0 if rejected is None else int(rejected[i])
-            last = int(starts[i + 1]) - 1 - r
-            anchor = int(seen["target_positions"][last]) + 1
-            prompt = tuple(runner.requests[request].prompt_token_ids)
-            verified = list(scheduler_output.scheduled_spec_decode_tokens.get(request, []))
-            if verified and min(verified) < 0:  # asynchronous scheduling leaves them on the device
-                verified = self.drafts[prompt][-1].steered
-            record = Draft(verified, r, anchor, int(seen["next_token_ids"][i]), proposals[i])
-            self.drafts.setdefault(prompt, []).append(record)
-            record.steered = self._steer(prompt, record)  # type: ignore[attr-defined]
-            steered[i] = torch.tensor(record.steered)  # type: ignore[attr-defined]
+            r, end = int(num_rejected[i]), int(batch.query_start_loc[i + 1])
+            judged = 0 if batch.num_draft_tokens_per_req is None else int(batch.num_draft_tokens_per_req[i])
+            prompt = tuple(states.all_token_ids.gpu[slot, : states.prompt_len.np[slot]].tolist())
+            verified = batch.input_ids[end - judged : end].tolist()
+            anchor = int(batch.positions[end - 1 - r]) + 1
+            record = Draft(verified, r, anchor, int(last_sampled[slot]), proposals[i].tolist())
+            steered[i] = self._record(prompt, record)
         return steered
+
+    def _record(self, prompt: tuple[int, ...], draft: Draft) -> torch.Tensor:
+        """Notes a draft; returns what vLLM is to verify instead of its proposals."""
+        self.drafts.setdefault(prompt, []).append(draft)
+        draft.steered = self._steer(prompt, draft)
+        return torch.tensor(draft.steered)
 
     def _steer(self, prompt: tuple[int, ...], draft: Draft) -> list[int]:
         if self.known is None:

@@ -44,6 +44,12 @@ def rejected_rows(starts: Tensor, rejected: Tensor, tokens: int) -> Tensor:
     return index >= (ends - rejected)[owner]
 
 
+def carried(rejected: Tensor, ends: Tensor, rows: int, limit: int) -> Tensor:
+    """How many of its rejected rows each draft carries, `[b]`: all, or none where its block of `rows` rows would then
+    reach past `limit` rows. ends `[b]`: rows of each request so far, rejected ones included."""
+    return torch.where(ends + rows <= limit, rejected, 0)
+
+
 def layout(
     starts: Tensor,
     positions: Tensor,

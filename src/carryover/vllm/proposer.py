@@ -118,23 +118,16 @@ class CarryProposer(DFlashProposer):
 
         Chosen by argmax there is no distribution; vLLM then judges with a one-hot one, which is as lossless.
         """
-        model, drawn = self.inner, list[Tensor]()
+        drawn: list[Tensor] = []
 
-        def choose(logits: Tensor) -> Tensor:
-            draws = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
-            if not draws:
-                chosen = logits.argmax(-1)
-                return chosen if model.draft_vocab is None else model.draft_vocab[chosen]
+        def draw(logits: Tensor, rows: slice) -> Tensor:
             # A copy: vLLM's sampler divides by the temperature in place.
-            tokens, q = self._sample_from_logits(model.over_vocabulary(logits).float().clone(), sampling_metadata)
+            tokens, q = self._sample_from_logits(logits.float().clone(), sampling_metadata)
             assert q is not None
             drawn.append(q)
             return tokens
 
-        logits = model.draft_logits(hidden_states)
-        if not self.drafter.markov_rank:
-            tokens = choose(logits)
-            return tokens, drawn[0] if drawn else None
-        blocks, states = (x.unflatten(0, (-1, self.num_speculative_tokens)) for x in (logits, hidden_states))
-        tokens, _ = model.markov_head.walk(blocks, states, self.anchors, choose)
-        return tokens.flatten(), torch.stack(drawn, dim=1).flatten(0, 1) if drawn else None
+        draws = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
+        count = self.num_speculative_tokens
+        tokens = self.inner.choose(hidden_states, self.anchors, count, draw if draws else None)
+        return tokens, torch.stack(drawn, dim=1).flatten(0, 1) if drawn else None

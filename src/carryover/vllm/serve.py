@@ -77,7 +77,10 @@ def server(
 
 
 def environment(on_cpu: bool, kv_gib: int | None = None, default_gib: int = 4) -> dict[str, str]:
-    """Variables for vLLM, those that are set already left as they are unless kv_gib asks for something else."""
+    """Variables for vLLM, those that are set already left as they are unless kv_gib asks for another cache.
+
+    On a GPU the model runner is V1, unless V2 is asked for by its variable: V1 is what was measured.
+    """
     wanted = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib or default_gib)} if on_cpu else {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     chosen = {name: value for name, value in wanted.items() if name not in os.environ or (on_cpu and kv_gib)}
     plugins = os.environ.get("VLLM_PLUGINS")
