@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
 from ..drafter.context import CarryMark
@@ -24,6 +25,7 @@ from ..formats import read_checkpoint
 from ..formats.files import locate
 from .checkpoint import METHOD, drafter_config
 
+log = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 BACKBONE = ("fc.", "hidden_norm.", "layers.", "norm.")
 MARKOV, CARRY = "markov_head.", "carry."
 # Tokens [n] from corrected logits of all tokens [n, vocabulary], of those of a draft's b*P rows that the slice names.
@@ -78,6 +80,8 @@ class DFlashCarryover(DFlashQwen3ForCausalLM):
                 own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
                 getattr(self, part).load_state_dict(own)
         self.draft_vocab = tensors.get("draft_vocab")
+        kind = "markov" if self.drafter.markov_rank else "dflash"
+        log.info("carryover drafter: %s, %d proposals, carry %s", kind, self.drafter.num_proposals, self.drafter.carry)
 
     def share(self) -> None:
         """Called when the target's LM head is in place: copies its rows of the draft vocabulary."""
