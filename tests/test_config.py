@@ -15,8 +15,14 @@ from carryover.errors import InputError
 from carryover.target import Target
 
 FILES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
-GRIDS = [path for path in FILES if path.stem in ("lab", "lab-small")]
-RECIPES = [path for path in FILES if path not in GRIDS]
+GRIDS = {  # cells, and how many seeds
+    "lab": (["markov-b16", "dflash-b16", "markov-b8", "dflash-b8"], 3),
+    "lab-small": (
+        ["markov-b16", "dflash-b16", "markov-projector-b16", "dflash-projector-b16", "markov-b8", "dflash-b8"], 3
+    ),
+    "lab-dflash-why": (["dflash2-b16", "dflash5-b16", "dflash-next-b16", "markov-fill-b16"], 1),
+}  # fmt: skip
+RECIPES = [path for path in FILES if path.stem not in GRIDS]
 SMALL = """
 target: lab
 drafter: {algorithm: dflash, layers: 2, mask_token_id: 7}
@@ -275,19 +281,22 @@ TINY = {  # a tiny target of the same family, and what has to shrink with it
 
 
 def test_every_recipe_is_covered():
-    assert {path.stem for path in RECIPES} == set(TINY) and len(GRIDS) == 2
+    assert {path.stem for path in FILES} == {*TINY, *GRIDS}
 
 
-@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
-def test_shipped_grids_resolve(path):
-    recipes = Recipe.load_grid(path)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_shipped_grids_resolve(grid):
+    recipes = Recipe.load_grid(FILES[0].parent / f"{grid}.yaml")
     target = masked(tiny_target("llama", layers=5), mask_token="w50")
-    cells = ("markov-b16", "dflash-b16", "markov-b8", "dflash-b8")
-    assert list(recipes) == [f"{cell}-s{seed}" for seed in range(3) for cell in cells]
+    cells, seeds = GRIDS[grid]
+    assert list(recipes) == [f"{cell}-s{seed}" for seed in range(seeds) for cell in cells]
     for name, recipe in recipes.items():
         config = drafter_config(recipe, target)
         assert bool(config.markov_rank) == name.startswith("markov")
-        assert config.num_proposals == int(name.split("-")[1][1:]) - 1
+        assert config.num_proposals == int(name.split("-b")[1].split("-")[0]) - 1
+        assert config.carry == ("projector" if "projector" in name else "embedding")
+        next_token = "next" in name or (name.startswith("markov") and "fill" not in name)
+        assert config.slots == ("next_token" if next_token else "fill_in")
         assert recipe.evaluate.limit == 400 and recipe.train.continued.steps == recipe.train.carryover.steps
 
 
