@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ def test_an_evaluation_through_vllm_is_that_of_the_embedded_engine(pair: tuple[P
     target = Target.load(pair[0], "float32")
     drafters = {str(pair[1]): load_drafter(pair[1], target)}
     prompts = [Prompt(str(i), "words", [" ".join(f"w{5 + (i * k) % 19}" for k in range(1, 9))]) for i in range(8)]
-    with Workers(tmp_path / "vllm") as workers:
+    with Workers(tmp_path / "vllm", sys.executable) as workers:
         found = evaluate(
             target, drafters, prompts, tmp_path / "vllm", Plan(24, batch_size=4, engine="vllm"), False, workers
         )
