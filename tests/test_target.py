@@ -318,7 +318,7 @@ def test_unsupported_family_is_named(tmp_path: Path):
 
 
 def test_missing_and_empty_folders_are_refused(tmp_path: Path):
-    refused(tmp_path / "nothing here", "cannot load the target")
+    refused(tmp_path / "nothing here", "there is no target folder")
     refused(tmp_path, "cannot load the target")
 
 
