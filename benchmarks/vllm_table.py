@@ -72,7 +72,7 @@ def measure_server(args: argparse.Namespace, name: str, drafter: str | None, ask
                     raise SystemExit(f"the server of {name} ended; {log} says why")
                 time.sleep(1)
             for folder, levels in (
-                (args.out / "warm-up", str(max(args.concurrency))),
+                (online(args.out, name).parent / "warm-up", str(max(args.concurrency))),
                 (online(args.out, name).parent, ",".join(map(str, args.concurrency))),
             ):
                 subprocess.run([*CLI, "evaluate", *asked, "--server", url, "--concurrency", levels, "--out",
