@@ -19,7 +19,6 @@ import torch
 
 pytest.importorskip("vllm.engine", reason="needs vLLM: make test-vllm")
 from drafters import random_drafter
-from tiny import save_target
 from vllm_helpers import (
     DRAFTER,
     PROPOSALS,
@@ -30,7 +29,6 @@ from vllm_helpers import (
     generate,
     prompts_of,
     proposer_name,
-    serving_target,
     tokens,
     vllm_engine,
 )
@@ -64,16 +62,6 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "reduced": {"block_size": PROPOSALS + 1, "markov_rank": 6, "carry": "projector", "draft_vocab_size": 40},
     "plain": {"block_size": PROPOSALS + 1, "carry": "plain"},
 }
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return serving_target()
-
-
-@pytest.fixture(scope="module")
-def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(target, tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

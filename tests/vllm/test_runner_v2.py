@@ -14,7 +14,6 @@ from torch import Tensor
 
 pytest.importorskip("vllm.engine", reason="needs vLLM: make test-vllm")
 from drafters import random_drafter
-from tiny import save_target
 from vllm_helpers import (
     DRAFTER,
     PAGE,
@@ -24,7 +23,6 @@ from vllm_helpers import (
     embedded_drafts,
     generate,
     prompts_of,
-    serving_target,
     tokens,
     vllm_engine,
 )
@@ -43,16 +41,6 @@ SLOTS: dict[str, dict[str, Any]] = {
     "fill_in": {"block_size": PROPOSALS + 1, "carry": "embedding"},
     "next_token": {"block_size": PROPOSALS, "slots": "next_token", "markov_rank": 6, "carry": "projector"},
 }
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return serving_target()
-
-
-@pytest.fixture(scope="module")
-def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(target, tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
