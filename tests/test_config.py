@@ -155,7 +155,7 @@ def test_a_recipe_is_frozen(tmp_path):
         ("data.minimum_response_tokens=1", r"data\.minimum_response_tokens"),
         ("data=5", r"data: input should be a valid dictionary"),
         ("train.eval_steps=5", r"train\.baseline: eval_steps is set, so eval_prompts"),
-        ("train.loss.ce=0", r"ce and l1 are both 0"),
+        ("train.loss.ce=0", r"ce, l1 and kl are all 0"),
         ("train.baseline.steps.more=1", r"the override .* goes below steps, which is a value"),
         ("train.baseline.steps", r"the override .* must look like"),
         ("train..steps=1", r"the override .* must look like"),

@@ -69,7 +69,7 @@ class DrafterShape(Section):
     sliding_causal: bool = False
     markov: MarkovConfig | None = None
     confidence: bool = False  # a head that predicts acceptance, for confidence-scheduled verification
-    start: Literal["random", "target"] = "random"  # what a fresh drafter begins with; target: the target's last layers
+    start: str = "random"  # what a fresh drafter begins with: random, target (its last layers), or another drafter
 
     @model_validator(mode="after")
     def _consistent(self) -> DrafterShape:
@@ -122,21 +122,23 @@ class RecordConfig(Section):
 
 
 class LossConfig(Section):
-    """`ce` times cross-entropy with the recorded token plus `l1` times the plain L1 distance (0 to 2) to the target.
+    """`ce` times cross-entropy with the recorded token, plus `l1` times the plain L1 distance (0 to 2) to the target's
+    distribution, plus `kl` times the Kullback-Leibler divergence from it, among the tokens that can be proposed.
 
     Left out: ce 1, l1 0 for dflash; ce 0.1, l1 0.9 for markov; gamma by the size of the block (`default_gamma`).
     """
 
     ce: NotNegative
     l1: NotNegative
+    kl: NotNegative = 0.0
     weighting: Literal["decay", "dpace"] = "decay"
     gamma: Positive  # decay: proposal i (from 0) weighs exp(-i / gamma)
     dpace_alpha: Share = 0.5
 
     @model_validator(mode="after")
     def _some_loss(self) -> LossConfig:
-        if not self.ce and not self.l1:
-            raise InputError("ce and l1 are both 0, so nothing would be learnt")
+        if not self.ce and not self.l1 and not self.kl:
+            raise InputError("ce, l1 and kl are all 0, so nothing would be learnt")
         return self
 
 

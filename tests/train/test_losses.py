@@ -32,6 +32,7 @@ def run(x: dict[str, torch.Tensor], objective: Objective) -> losses.BlockLoss:
     return block_loss(
         x["hidden"], x["previous"], x["labels"], x["mask"],
         lambda h, y: h @ x["head"].T + x["bias"][y], objective, lambda h: h @ x["head"].T, x["teacher"],
+        None, lambda h: h @ x["head"].T,
     )  # fmt: skip
 
 
@@ -40,13 +41,14 @@ def slow(x: dict[str, torch.Tensor], objective: Objective) -> tuple[float, int]:
     total, matched = 0.0, 0
     for t in range(T):
         slots = [i for i in range(P) if x["mask"][t, i]]
-        ce, l1, right = {}, {}, {}
+        ce, l1, kl, right = {}, {}, {}, {}
         for i in slots:
             logits = x["head"] @ x["hidden"][t, i].detach() + x["bias"][x["previous"][t, i]]
             q = torch.softmax(logits, 0)
             p = torch.softmax(x["head"] @ x["teacher"][t, i], 0)
             ce[i] = -math.log(q[x["labels"][t, i]])
             l1[i] = sum(abs(float(a - b)) for a, b in zip(q, p, strict=True))
+            kl[i] = sum(float(b) * (math.log(b) - math.log(a)) for a, b in zip(q, p, strict=True))
             right[i] = int(q.argmax()) == int(x["labels"][t, i])
         for i in slots:
             if objective.weighting == "decay":
@@ -56,7 +58,7 @@ def slow(x: dict[str, torch.Tensor], objective: Objective) -> tuple[float, int]:
                 for m in slots:
                     reach *= (1 - a) * math.exp(-ce[m]) + a
                     weight += reach if m >= i else 0.0
-            total += weight * (objective.ce * ce[i] + objective.l1 * l1[i])
+            total += weight * (objective.ce * ce[i] + objective.l1 * l1[i] + objective.kl * kl[i])
         for i in slots:
             if not right[i]:
                 break
@@ -64,9 +66,13 @@ def slow(x: dict[str, torch.Tensor], objective: Objective) -> tuple[float, int]:
     return total, matched
 
 
-@pytest.mark.parametrize("objective", [Objective(), Objective(0.1, 0.9, 4.0), Objective(0.5, 0.5, weighting="dpace")])
+@pytest.mark.parametrize(
+    "objective",
+    [Objective(), Objective(0.1, 0.9, 4.0), Objective(0.5, 0.5, weighting="dpace"), Objective(0.3, 0.2, kl=0.5)],
+)
 def test_nothing_is_learnt_from_a_label_that_cannot_be_proposed_on(objective: Objective) -> None:
-    """As if the supervision ended there; the target's share of what cannot be proposed counts as distance."""
+    """As if the supervision ended there. The target's share of what cannot be proposed counts as L1 distance, and is
+    left out of the divergence."""
     x, kept = problem(), torch.tensor([0, 2, 3, 5, 6, 7, 8, 9])
     index = torch.searchsorted(kept, x["labels"]).clamp(max=len(kept) - 1)
     index = torch.where(kept[index] == x["labels"], index, -1)
@@ -74,7 +80,7 @@ def test_nothing_is_learnt_from_a_label_that_cannot_be_proposed_on(objective: Ob
     head = x["head"]
     result = block_loss(
         x["hidden"], x["previous"], index, x["mask"], lambda h, y: (h @ head.T + x["bias"][y])[..., kept], objective,
-        lambda h: h @ head.T, x["teacher"], kept,
+        lambda h: h @ head.T, x["teacher"], kept, lambda h: h @ head[kept].T,
     )  # fmt: skip
     cut = x["mask"] & (index >= 0).cumprod(-1).bool()
     expected = 0.0
@@ -85,7 +91,9 @@ def test_nothing_is_learnt_from_a_label_that_cannot_be_proposed_on(objective: Ob
             q = torch.softmax((head @ x["hidden"][t, i].detach() + x["bias"][x["previous"][t, i]])[kept], 0)
             p = torch.softmax(head @ x["teacher"][t, i], 0)
             whole = torch.zeros(V).index_copy(0, kept, q)
-            ce[i] = (-math.log(q[index[t, i]]), float((whole - p).abs().sum()))
+            among = p[kept] / p[kept].sum()
+            kl = sum(float(a) * (math.log(a) - math.log(b)) for a, b in zip(among, q, strict=True))
+            ce[i] = (-math.log(q[index[t, i]]), float((whole - p).abs().sum()), kl)
         for i in slots:
             weight = math.exp(-i / objective.gamma)
             if objective.weighting == "dpace":
@@ -93,7 +101,7 @@ def test_nothing_is_learnt_from_a_label_that_cannot_be_proposed_on(objective: Ob
                 for m in slots:
                     reach *= (1 - a) * math.exp(-ce[m][0]) + a
                     weight += reach if m >= i else 0.0
-            expected += weight * (objective.ce * ce[i][0] + objective.l1 * ce[i][1])
+            expected += weight * (objective.ce * ce[i][0] + objective.l1 * ce[i][1] + objective.kl * ce[i][2])
     assert float(result.loss) == pytest.approx(expected, rel=1e-5)
     assert int(result.slots) == int(cut.sum()) == int(losses.learnt(index, x["mask"]).sum())
     assert result.seen.tolist() == x["mask"].sum(0).tolist()  # acceptance is measured on all of them
@@ -108,6 +116,8 @@ def test_nothing_is_learnt_from_a_label_that_cannot_be_proposed_on(objective: Ob
         Objective(0.1, 0.9, 4.0),
         Objective(weighting="dpace"),
         Objective(0.1, 0.9, weighting="dpace", dpace_alpha=0.3),
+        Objective(0.0, 0.0, 4.0, kl=1.0),
+        Objective(0.1, 0.5, weighting="dpace", kl=0.4),
     ],
 )
 @pytest.mark.parametrize("chunk", [1 << 26, P * V])
@@ -145,6 +155,16 @@ def test_l1_is_the_plain_norm_of_disjoint_distributions() -> None:
     x["teacher"] = torch.eye(D)[torch.ones(T, P, dtype=torch.long)]
     result = run(x, Objective(0.0, 1.0))
     assert float(result.l1 / result.slots) == pytest.approx(2.0, abs=1e-5)
+
+
+def test_divergence_and_its_gradient_vanish_where_the_drafter_is_the_target() -> None:
+    x = problem()
+    x["bias"] = torch.zeros(V, V)
+    x["hidden"] = x["teacher"].clone().requires_grad_()
+    result = run(x, Objective(0.0, 0.0, kl=1.0))
+    result.loss.backward()
+    assert float(result.kl) == pytest.approx(0.0, abs=1e-5)
+    assert float(x["hidden"].grad.abs().max()) < 1e-6
 
 
 def test_dpace_weights_of_a_certain_block_count_the_slots_that_follow() -> None:

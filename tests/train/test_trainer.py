@@ -178,6 +178,26 @@ def test_accumulating_micro_batches_equals_one_larger_batch(target: Target, corp
         assert torch.allclose(results[0][key], results[1][key], atol=2e-4), key
 
 
+def test_a_baseline_begins_where_another_drafter_ended(target: Target, corpus: Path, tmp_path: Path) -> None:
+    shape = {"algorithm": "dflash", "layers": 2, "block_size": 6, "captured": 2, "mask_token_id": 5}
+    r = recipe(corpus, tmp_path, "markov", steps=30, loss={"ce": 0.0, "l1": 0.0, "kl": 1.0})
+    small = r.model_copy(update={"drafter": r.drafter.model_copy(update={"draft_vocab_size": 12})})
+    markov = train(small, "baseline", tmp_path / "markov", target=target, progress=False)
+    kl = log(markov, "kl")
+    assert 0 < kl[-1] < 0.9 * kl[0] and log(markov, "l1") == []
+    plain = recipe(corpus, tmp_path, steps=2, learning_rate=1e-9)
+    start = type(plain.drafter)(**{**shape, "slots": "fill_in", "draft_vocab_size": 12, "start": str(markov)})
+    begun = plain.model_copy(update={"drafter": start})
+    out = train(begun, "baseline", tmp_path / "dflash", target=target, progress=False)
+    theirs, mine = weights(markov), weights(out)
+    assert torch.equal(mine["draft_vocab"], theirs["draft_vocab"])
+    assert all(torch.allclose(value, theirs[key], atol=1e-6) for key, value in mine.items())
+    assert load_drafter(out, target).config.slots == "fill_in"
+    fresh = plain.model_copy(update={"drafter": start.model_copy(update={"start": "random"})})
+    without = train(fresh, "baseline", tmp_path / "fresh", target=target, progress=False)
+    assert log(out, "cross_entropy")[0] < log(without, "cross_entropy")[0]
+
+
 def test_carry_starts_as_the_same_function(target: Target, corpus: Path, tmp_path: Path) -> None:
     base = train(recipe(corpus, tmp_path, steps=2), "baseline", tmp_path / "b", target=target, progress=False)
     r = recipe(corpus, tmp_path)

@@ -8,7 +8,7 @@ from helpers import tiny_drafter
 from tiny import tiny_target
 
 from carryover.errors import InputError
-from carryover.train.warm_start import start_from_target
+from carryover.train.warm_start import start_from_drafter, start_from_target
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -49,3 +49,35 @@ def test_other_shapes_are_refused_in_one_sentence() -> None:
         start_from_target(tiny_drafter(target), target)
     with pytest.raises(InputError, match="as many layers"):
         start_from_target(tiny_drafter(target, num_hidden_layers=7), target)
+
+
+def test_a_drafter_begins_where_another_of_other_slots_and_heads_ended() -> None:
+    target = tiny_target("qwen3")
+    markov = tiny_drafter(target, block_size=4, slots="next_token", markov_rank=8, draft_vocab_size=40)
+    markov.draft_vocab = torch.arange(50)[10:]
+    dflash = tiny_drafter(target, block_size=5, draft_vocab_size=40)
+    start_from_drafter(dflash, markov, "there")
+    theirs = markov.state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in dflash.state_dict().items())
+    assert dflash.draft_vocab.tolist() == list(range(10, 50))
+    assert set(theirs) - set(dflash.state_dict()) == {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
+    wider = tiny_drafter(target, block_size=4, slots="next_token", markov_rank=4, draft_vocab_size=40)
+    fresh = wider.markov_head.markov_w1.weight.clone()
+    start_from_drafter(wider, markov, "there")  # a head of another shape stays as it was
+    assert torch.equal(wider.markov_head.markov_w1.weight, fresh) and torch.equal(wider.fc.weight, markov.fc.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"intermediate_size": 56}, r"there has other widths: layers\.0\.mlp\.gate_proj\.weight is \[40, 32\] there and \[56, 32\]"),
+        ({"num_hidden_layers": 3}, "has 2 layers, not 3"),
+        ({"target_layer_ids": [0, 3]}, r"reads the target layers \[1, 3\], not \[0, 3\]"),
+        ({"head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 4}, "has other widths"),
+    ],
+)  # fmt: skip
+def test_a_drafter_of_another_shape_is_no_start(change: dict, message: str) -> None:
+    target = tiny_target("qwen3")
+    with pytest.raises(InputError, match=message):
+        wanted = tiny_drafter(target, **{"target_layer_ids": [1, 3], **change})
+        start_from_drafter(wanted, tiny_drafter(target, target_layer_ids=[1, 3]), "there")

@@ -50,7 +50,7 @@ from .features import FeatureStore
 from .losses import BlockLoss, Objective, block_loss, learnt
 from .optimizer import MuonAdamW, split_parameters
 from .transition import Prefix, draft, read_prefix, second_draft, transition
-from .warm_start import start_from_target
+from .warm_start import start_from_drafter, start_from_target
 
 Stage = Literal["baseline", "continued", "carryover"]
 LOG = "train_log.jsonl"
@@ -72,7 +72,7 @@ class DrafterTrainer(Trainer):
         super().__init__(**kwargs)
         self.target, self.stage, self.settings = target, stage, settings
         loss = settings.loss
-        self.objective = Objective(loss.ce, loss.l1, loss.gamma, loss.weighting, loss.dpace_alpha)
+        self.objective = Objective(loss.ce, loss.l1, loss.gamma, loss.weighting, loss.dpace_alpha, loss.kl)
         self.model_accepts_loss_kwargs = True  # compute_loss divides by num_items_in_batch itself
         self.sums, self.store = {}, None
         self.draft_head = target.head_of(self.drafter.draft_vocab)
@@ -157,7 +157,7 @@ class DrafterTrainer(Trainer):
         drafter, p = self.drafter, self.drafter.config.num_proposals
         labels = labels_at(batch, anchors, p)
         teacher = None
-        if self.objective.l1:
+        if self.objective.l1 or self.objective.kl:
             index = labels.column.flatten(1)[..., None].expand(-1, -1, prefix.hidden.shape[-1])
             teacher = prefix.hidden.gather(1, index).view(-1, p, prefix.hidden.shape[-1])
 
@@ -171,6 +171,7 @@ class DrafterTrainer(Trainer):
             self.target.head_of(None),
             teacher,
             drafter.draft_vocab,
+            self.draft_head,
         )
         if log:
             self._log_block(result)
@@ -183,7 +184,7 @@ class DrafterTrainer(Trainer):
 
     def _log_block(self, r: BlockLoss) -> None:
         self._add(
-            ce=r.ce, l1=r.l1, slots=r.slots, matched=r.matched, blocks=r.blocks, right0=r.right[0], seen0=r.seen[0]
+            ce=r.ce, l1=r.l1, kl=r.kl, slots=r.slots, matched=r.matched, blocks=r.blocks, right0=r.right[0], seen0=r.seen[0]
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -196,8 +197,9 @@ class DrafterTrainer(Trainer):
             logs["cross_entropy"] = s["ce"] / max(s["slots"], 1)
             logs["acceptance"] = 1 + s["matched"] / s["blocks"]
             logs["first_slot_accuracy"] = s["right0"] / max(s["seen0"], 1)
-            if self.objective.l1:
-                logs["l1"] = s["l1"] / max(s["slots"], 1)
+            for name in ("l1", "kl"):
+                if getattr(self.objective, name):
+                    logs[name] = s[name] / max(s["slots"], 1)
         if s.get("first_blocks"):
             logs["first_draft_acceptance"] = 1 + s["first_accepted"] / s["first_blocks"]
             logs["anchors_kept"] = s["kept"] / s["first_blocks"]
@@ -291,6 +293,9 @@ def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | No
         drafter = Drafter(config)
         if recipe.drafter.start == "target":
             start_from_target(drafter, target)
+        elif recipe.drafter.start != "random":
+            other = load_drafter(recipe.drafter.start, target, dtype=torch.float32)
+            start_from_drafter(drafter, other, recipe.drafter.start)
         return drafter
     if start is None:
         raise InputError(f"the {stage} stage needs the checkpoint it starts from; name it with --start.")
@@ -452,7 +457,8 @@ def train(
     drafter = start_drafter(recipe, stage, target, start)
     check_fits(drafter.config, target)
     dataset = load_corpus(corpus or recipe.data.corpus, target, recipe.data)
-    if stage == "baseline" and drafter.config.draft_vocab_size:
+    vocabulary = drafter.draft_vocab
+    if vocabulary is not None and torch.equal(vocabulary, torch.arange(len(vocabulary))):  # none chosen, none taken over
         config = drafter.config
         drafter.draft_vocab = frequent_tokens(dataset, config.vocab_size, config.draft_vocab_size, target.stop_ids)
     rows = pack(dataset, recipe.data.sequence_length, recipe.seed)

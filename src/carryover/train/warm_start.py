@@ -1,6 +1,6 @@
-"""A fresh drafter that begins with the target's own last layers instead of random weights.
+"""A fresh drafter that begins with the target's own last layers, or with another drafter, instead of random weights.
 
-Draft layer i of n takes the weights of target layer L - n + i. The fusion passes on the last captured layer alone, so a
+From the target: draft layer i of n takes the weights of target layer L - n + i. The fusion passes on the last captured layer alone, so a
 context row is what that layer hands to the next, and its keys and values are nearly the target's own. Everything is
 trained afterwards; this only saves the steps in which a drafter learns to speak the target's vocabulary, which is most
 of a training that a small machine can afford.
@@ -48,6 +48,35 @@ def start_from_target(drafter: Drafter, target: Target) -> None:
     drafter.hidden_norm.weight.fill_(1.0)
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -d:] = torch.eye(d)
+
+
+@torch.no_grad()
+def start_from_drafter(drafter: Drafter, other: Drafter, name: str) -> None:
+    """Copies everything a fresh drafter shares with `other`: layers, norms, fusion, and heads of the same shape.
+
+    The two may differ in what gives the same weights another meaning or adds to them: block size, slots, heads, carry.
+    So a DFlash drafter can begin where a Markov drafter ended, and the other way round. Draft vocabularies of one size
+    become the same one. name: where `other` lies, for messages.
+
+    Raises InputError where the layers, the fusion or the captured target layers differ.
+    """
+    if drafter.config.layer_ids != other.config.layer_ids:
+        raise InputError(
+            f"drafter.start: {name} reads the target layers {list(other.config.layer_ids)}, not "
+            f"{list(drafter.config.layer_ids)}, so its weights mean something else here; name the same layers."
+        )
+    if len(drafter.layers) != len(other.layers):
+        raise InputError(f"drafter.start: {name} has {len(other.layers)} layers, not {len(drafter.layers)}.")
+    mine, theirs = drafter.state_dict(), other.state_dict()
+    for key, value in mine.items():
+        same = key in theirs and theirs[key].shape == value.shape
+        if key.split(".")[0] in ("layers", "fc", "norm", "hidden_norm") and not same:
+            raise InputError(
+                f"drafter.start: {name} has other widths: {key} is {list(theirs[key].shape)} there and "
+                f"{list(value.shape)} in the recipe; leave the widths out or name those of that drafter."
+            )
+        if same:
+            value.copy_(theirs[key])
 
 
 def _copy_layer(layer: Any, source: Any) -> None:
