@@ -70,7 +70,7 @@ def test_a_drafter_begins_where_another_of_other_slots_and_heads_ended() -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"intermediate_size": 56}, r"there has other widths: layers\.0\.mlp\.gate_proj\.weight is \[40, 32\] there and \[56, 32\]"),
+        ({"intermediate_size": 56}, r"widths: layers\.0\.mlp\.gate_proj\.weight is \[40, 32\] there and \[56, 32\]"),
         ({"num_hidden_layers": 3}, "has 2 layers, not 3"),
         ({"target_layer_ids": [0, 3]}, r"reads the target layers \[1, 3\], not \[0, 3\]"),
         ({"head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 4}, "has other widths"),

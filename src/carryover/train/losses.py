@@ -4,8 +4,9 @@
 
 q: the drafter's (corrected) distribution for proposal i, p: the target's at the same position of the recorded response,
 p': p among the tokens that can be proposed. |.|_1 is the plain L1 norm, 0 to 2 (SPEC 3.2, the scale trap). KL teaches
-what CE teaches on average over recordings of the same prefix (recorded at temperature 1), from one of them. The sum is divided by one number for the whole optimiser
-step, all micro-batches and ranks of it, so that accumulating k micro-batches equals one batch k times as large.
+what CE teaches on average over recordings of the same prefix (at temperature 1), from one of them. The sum is divided
+by one number for the whole optimiser step, all micro-batches and ranks of it, so that accumulating k micro-batches
+equals one batch k times as large.
 
 Letters: `T` anchors (flattened), `P` proposals, `D` hidden, `V` vocabulary. Source: SPEC 2.1, 2.3, 3.2; D-PACE: arXiv
 2605.18810.
@@ -30,7 +31,7 @@ MAX_CHUNK = 1 << 26  # logits kept at once, in numbers: 256 MiB in fp32
 
 @dataclass(frozen=True)
 class Objective:
-    """ce, l1, kl: the three weights. weighting: `decay` w_i = exp(-i / gamma) with i from 0, or `dpace` (gamma unused)."""
+    """ce, l1, kl: the weights. weighting: `decay` w_i = exp(-i / gamma) with i from 0, or `dpace` (gamma unused)."""
 
     ce: float = 1.0
     l1: float = 0.0
@@ -72,8 +73,8 @@ def dpace_weights(ce: Tensor, mask: Tensor, alpha: float) -> Tensor:
 
 class BlockLoss(NamedTuple):
     """loss: the weighted sum, not yet normalised. Detached sums over supervised blocks and slots, for the log:
-    ce, l1, kl, slots (of the slots that get a loss), `matched` (tokens of the longest right prefix of each block), blocks,
-    `right [P]`, `seen [P]`."""
+    ce, l1, kl, slots (of the slots that get a loss), `matched` (tokens of the longest right prefix of each block),
+    blocks, `right [P]`, `seen [P]`."""
 
     loss: Tensor
     ce: Tensor
@@ -101,10 +102,10 @@ def block_loss(
     """The loss of `T` blocks, their logits computed a chunk at a time and again in backward when they would not fit.
 
     hidden `[T, P, D]`; previous, labels, mask `[T, P]`; labels are indices into the draft vocabulary, -1 outside it,
-    where nothing is learnt and the drafter counts as wrong. With l1 or kl, target_hidden `[T, P, Dt]` holds the target's
-    final states that predict each label. target_logits_of is the target's head, for l1; vocabulary: the tokens that can
-    be proposed, None for all; what the target gives to others is a constant part of the distance. proposable_logits_of
-    is the head over those tokens only, for kl.
+    where nothing is learnt and the drafter counts as wrong. With l1 or kl, target_hidden `[T, P, Dt]` holds the
+    target's final states that predict each label. target_logits_of is the target's head, for l1; vocabulary: the tokens
+    that can be proposed, None for all; what the target gives to others is a constant part of the distance.
+    proposable_logits_of is the head over those tokens only, for kl.
     """
     keep = mask.any(-1)
     hidden, previous, labels, mask = hidden[keep], previous[keep], labels[keep], mask[keep]

@@ -183,9 +183,8 @@ class DrafterTrainer(Trainer):
             self.sums[name] = self.sums.get(name, 0) + value.detach().double().cpu()  # type: ignore[operator]
 
     def _log_block(self, r: BlockLoss) -> None:
-        self._add(
-            ce=r.ce, l1=r.l1, kl=r.kl, slots=r.slots, matched=r.matched, blocks=r.blocks, right0=r.right[0], seen0=r.seen[0]
-        )
+        self._add(ce=r.ce, l1=r.l1, kl=r.kl, slots=r.slots)
+        self._add(matched=r.matched, blocks=r.blocks, right0=r.right[0], seen0=r.seen[0])
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds means since the last log. `acceptance`: 1 + tokens of the longest right prefix of a block, recorded
@@ -457,8 +456,7 @@ def train(
     drafter = start_drafter(recipe, stage, target, start)
     check_fits(drafter.config, target)
     dataset = load_corpus(corpus or recipe.data.corpus, target, recipe.data)
-    vocabulary = drafter.draft_vocab
-    if vocabulary is not None and torch.equal(vocabulary, torch.arange(len(vocabulary))):  # none chosen, none taken over
+    if stage == "baseline" and drafter.has_provisional_vocabulary():
         config = drafter.config
         drafter.draft_vocab = frequent_tokens(dataset, config.vocab_size, config.draft_vocab_size, target.stop_ids)
     rows = pack(dataset, recipe.data.sequence_length, recipe.seed)

@@ -1,9 +1,9 @@
 """A fresh drafter that begins with the target's own last layers, or with another drafter, instead of random weights.
 
-From the target: draft layer i of n takes the weights of target layer L - n + i. The fusion passes on the last captured layer alone, so a
-context row is what that layer hands to the next, and its keys and values are nearly the target's own. Everything is
-trained afterwards; this only saves the steps in which a drafter learns to speak the target's vocabulary, which is most
-of a training that a small machine can afford.
+From the target: draft layer i of n takes the weights of target layer L - n + i. The fusion passes on the last captured
+layer alone, so a context row is what that layer hands to the next, and its keys and values are nearly the target's own.
+Everything is trained afterwards; this only saves the steps in which a drafter learns to speak the target's vocabulary,
+which is most of a training that a small machine can afford.
 
 Letters: `D` hidden size, `L` target layers, `M` captured layers. A lever of ours, not of the paper; measured in
 docs/smollm2.md.
