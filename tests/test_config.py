@@ -272,7 +272,8 @@ def test_mask_token_resolution(target):
 TINY = {  # a tiny target of the same family, and what has to shrink with it
     "lab-dflash": ("llama", 5, []),
     "lab-markov": ("llama", 5, []),
-    "smollm2-dflash": ("llama", 30, []),
+    "smollm2-dflash": ("llama", 30, ["drafter.draft_vocab_size=null"]),
+    "smollm2-math": ("llama", 30, ["drafter.draft_vocab_size=null"]),
     "smollm2-markov": ("llama", 30, ["drafter.draft_vocab_size=null"]),
     "smollm2-gpu": ("llama", 30, ["drafter.draft_vocab_size=null"]),
     "qwen3-4b": ("qwen3", 8, ["drafter.target_layer_ids=null", "drafter.mask_token_id=null"]),
@@ -310,10 +311,11 @@ def test_shipped_recipes_resolve(path):
     if path.stem.startswith("lab"):
         target = masked(target, mask_token="w50")
     config = drafter_config(recipe, target)
-    markov = path.stem.endswith(("markov", "gpu"))
-    assert config.num_hidden_layers == recipe.drafter.layers and config.carry == "embedding"
+    markov = path.stem.endswith(("markov", "math", "gpu"))
+    assert config.num_hidden_layers == recipe.drafter.layers
+    assert config.carry == ("projector" if path.stem in ("smollm2-dflash", "smollm2-math") else "embedding")
     assert config.slots == ("next_token" if markov else "fill_in") and bool(config.markov_rank) == markov
-    assert config.num_proposals == (7 if path.stem in ("smollm2-markov", "smollm2-dflash") else 15)
+    assert config.num_proposals == (7 if path.stem in ("smollm2-markov", "smollm2-math", "smollm2-dflash") else 15)
     assert recipe.train.continued.steps == recipe.train.carryover.steps
     assert recipe.train.continued.epochs == recipe.train.carryover.epochs
     assert not set(recipe.evaluate.prompts) & {*recipe.record.prompts, *recipe.data.corpus}

@@ -95,6 +95,12 @@ def test_what_cannot_be_run_is_said_before_anything_is_done(
     too_many = {**settings, "drafter": {**settings["drafter"], "draft_vocab_size": 41}}
     with pytest.raises(InputError, match="more than the target's 40"):
         run(Recipe.model_validate(too_many), tmp_path / "out", target=target)
+    wrong = Recipe.model_validate({**settings, "drafter": {**settings["drafter"], "start": "tagret"}})
+    with pytest.raises(InputError, match=r"drafter\.start is not random, target or a fitting drafter: .*'tagret'"):
+        run(wrong, tmp_path / "out", target=target)
+    with pytest.raises(InputError, match=r"drafter\.start is not random"):
+        run_grid({"a-s0": Recipe.model_validate(settings), "b-s0": wrong}, tmp_path / "out", target=target)
+    assert module.missing(wrong) == ["tagret"]
     assert not (tmp_path / "out").exists()  # so that the mended recipe may use it
     with pytest.raises(InputError, match=r"carry\.interface is none"):
         plan(Recipe.model_validate({**settings, "carry": {"interface": "none"}}))

@@ -69,7 +69,12 @@ class DrafterShape(Section):
     sliding_causal: bool = False
     markov: MarkovConfig | None = None
     confidence: bool = False  # a head that predicts acceptance, for confidence-scheduled verification
-    start: str = "random"  # what a fresh drafter begins with: random, target (its last layers), or another drafter
+    start: str = "random"  # what the baseline begins with: random, target (its last layers), or another drafter
+
+    @property
+    def start_drafter(self) -> str | None:
+        """The drafter that the baseline begins with, if it does with one."""
+        return None if self.start in ("random", "target") else self.start
 
     @model_validator(mode="after")
     def _consistent(self) -> DrafterShape:

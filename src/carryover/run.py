@@ -24,7 +24,7 @@ from typing import NamedTuple
 import yaml
 from rich.console import Console
 
-from .config import Recipe, Stage, StageConfig, completed, drafter_config
+from .config import Recipe, Stage, StageConfig, completed
 from .data.prompts import SUITES, Prompt, load_prompts
 from .data.record import record
 from .decode.sampling import Sampling
@@ -32,9 +32,10 @@ from .errors import InputError
 from .evaluate.run import Plan, evaluate
 from .files import write_text
 from .formats import load_drafter
+from .formats.files import locate
 from .report import grid, write_report
 from .target import Target
-from .train.trainer import default_device, differences, train
+from .train.trainer import default_device, differences, start_drafter, train
 
 STAGES: tuple[Stage, ...] = ("baseline", "continued", "carryover")
 FINISHED, RECIPE = "finished", "recipe.yaml"
@@ -59,7 +60,7 @@ def run(recipe: Recipe, out: Path, console: Console | None = None, target: Targe
     if not recipe.data.corpus:
         asked(recipe)
     target = target or Target.load(recipe.target, recipe.target_dtype, default_device())
-    drafter_config(recipe, target)
+    start_drafter(recipe, "baseline", target, None)
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / RECIPE, recipe.to_yaml())
     for number, step in enumerate(steps(recipe, out, target), 1):
@@ -103,6 +104,8 @@ def run_grid(
         plan(recipe)
         held_out(recipe)
     target = target or Target.load(first.target, first.target_dtype, default_device())
+    for recipe in recipes.values():
+        start_drafter(recipe, "baseline", target, None)
     if not first.data.corpus:
         asked(first)
         out.mkdir(parents=True, exist_ok=True)
@@ -129,9 +132,16 @@ def plan(recipe: Recipe) -> list[str]:
 
 
 def missing(recipe: Recipe) -> list[str]:
-    """The prompt files and corpora that it names and that do not exist."""
+    """The prompt files, corpora and drafters that it names and that do not exist."""
     named = recipe.data.corpus or recipe.record.prompts
-    return [path for path in (*named, *recipe.evaluate.prompts) if path not in SUITES and not Path(path).exists()]
+    absent = [path for path in (*named, *recipe.evaluate.prompts) if path not in SUITES and not Path(path).exists()]
+    start = recipe.drafter.start_drafter
+    if start is not None:
+        try:
+            locate(start)
+        except InputError:
+            absent.append(start)
+    return absent
 
 
 def steps(recipe: Recipe, out: Path, target: Target | None) -> list[Step]:
@@ -148,7 +158,7 @@ def steps(recipe: Recipe, out: Path, target: Target | None) -> list[Step]:
         start = None if name == "baseline" else out / "baseline"
         settings: StageConfig = getattr(recipe.train, name)
         length = f"{settings.steps} steps" if settings.steps else f"{settings.epochs:g} epochs"
-        what = {"baseline": "a fresh drafter", "continued": "the control, without carry", "carryover": "with carry"}
+        what = {"baseline": "without carry", "continued": "the control, without carry", "carryover": "with carry"}
         todo.append(Step(
             f"{name}: {what[name]}, {length} of {settings.batch_size * settings.accumulation} rows",
             lambda name=name, start=start: stage(recipe, name, out / name, _there(target), corpus, start),  # type: ignore[misc]

@@ -196,6 +196,15 @@ def test_a_baseline_begins_where_another_drafter_ended(target: Target, corpus: P
     fresh = plain.model_copy(update={"drafter": start.model_copy(update={"start": "random"})})
     without = train(fresh, "baseline", tmp_path / "fresh", target=target, progress=False)
     assert log(out, "cross_entropy")[0] < log(without, "cross_entropy")[0]
+    moved = shutil.copytree(markov, tmp_path / "moved")  # what the start is matters to a resumed run, not where it lies
+    again = begun.model_copy(update={"drafter": start.model_copy(update={"start": str(moved)})})
+    assert train(again, "baseline", out, resume=True, target=target, progress=False) == out
+    with pytest.raises(InputError, match="trained with other settings"):
+        train(fresh, "baseline", out, resume=True, target=target, progress=False)
+    typo = begun.model_copy(update={"drafter": start.model_copy(update={"start": "tagret"})})
+    with pytest.raises(InputError, match=r"drafter\.start is not random, target or a fitting drafter: .*'tagret'"):
+        train(typo, "baseline", tmp_path / "typo", target=target, progress=False)
+    assert not (tmp_path / "typo").exists()
 
 
 def test_carry_starts_as_the_same_function(target: Target, corpus: Path, tmp_path: Path) -> None:

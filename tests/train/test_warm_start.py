@@ -61,23 +61,47 @@ def test_a_drafter_begins_where_another_of_other_slots_and_heads_ended() -> None
     assert all(torch.equal(value, theirs[key]) for key, value in dflash.state_dict().items())
     assert dflash.draft_vocab.tolist() == list(range(10, 50))
     assert set(theirs) - set(dflash.state_dict()) == {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
-    wider = tiny_drafter(target, block_size=4, slots="next_token", markov_rank=4, draft_vocab_size=40)
-    fresh = wider.markov_head.markov_w1.weight.clone()
-    start_from_drafter(wider, markov, "there")  # a head of another shape stays as it was
-    assert torch.equal(wider.markov_head.markov_w1.weight, fresh) and torch.equal(wider.fc.weight, markov.fc.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({"block_size": 6}, True),
+        ({"markov_rank": 4}, False),
+        ({"markov_kind": "gated"}, False),
+        ({"slots": "fill_in"}, False),  # the token before a position is another there
+    ],
+)
+def test_a_markov_head_is_taken_whole_or_not_at_all(change: dict, taken: bool) -> None:
+    target = tiny_target("qwen3")
+    shape = {"block_size": 4, "slots": "next_token", "markov_rank": 8}
+    other, drafter = tiny_drafter(target, **shape), tiny_drafter(target, **{**shape, **change})
+    before = {key: value.clone() for key, value in drafter.state_dict().items()}
+    start_from_drafter(drafter, other, "there")
+    theirs = other.state_dict()
+    for key, value in drafter.state_dict().items():
+        kept = key.startswith("markov_head") and not taken
+        assert torch.equal(value, before[key] if kept else theirs[key]), key
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"intermediate_size": 56}, r"widths: layers\.0\.mlp\.gate_proj\.weight is \[40, 32\] there and \[56, 32\]"),
-        ({"num_hidden_layers": 3}, "has 2 layers, not 3"),
-        ({"target_layer_ids": [0, 3]}, r"reads the target layers \[1, 3\], not \[0, 3\]"),
-        ({"head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 4}, "has other widths"),
+        ({"intermediate_size": 56}, r"layers\.0\.mlp\.down_proj\.weight is \[32, 40\] there and \[32, 56\]"),
+        ({"head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 4}, "has other layers"),
+        ({"attention_bias": True}, r"layers\.0\.self_attn\.k_proj\.bias is missing there"),
+        ({"num_hidden_layers": 3}, "has num_hidden_layers 2, and the recipe 3"),
+        ({"target_layer_ids": [0, 3]}, r"has target_layer_ids \[1, 3\], and the recipe \[0, 3\]"),
+        ({"hidden_act": "gelu"}, "hidden_act silu"),
+        ({"mask_token_id": 7}, "has mask_token_id"),
+        ({"draft_vocab_size": 40}, "has draft_vocab_size 0, and the recipe 40"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "has rope_parameters"),
     ],
-)  # fmt: skip
-def test_a_drafter_of_another_shape_is_no_start(change: dict, message: str) -> None:
+)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_drafter_whose_weights_mean_something_else_is_no_start(change: dict, message: str, swapped: bool) -> None:
     target = tiny_target("qwen3")
-    with pytest.raises(InputError, match=message):
-        wanted = tiny_drafter(target, **{"target_layer_ids": [1, 3], **change})
-        start_from_drafter(wanted, tiny_drafter(target, target_layer_ids=[1, 3]), "there")
+    one = tiny_drafter(target, target_layer_ids=[1, 3])
+    other = tiny_drafter(target, **{"target_layer_ids": [1, 3], **change})
+    with pytest.raises(InputError, match=r"drafter\.start: there has" if swapped else message):
+        start_from_drafter(*((one, other) if swapped else (other, one)), "there")

@@ -68,10 +68,6 @@ class Drafter(PreTrainedModel):
         if config.carry != "none":
             self.carry.start_from(self.fc)
 
-    def has_provisional_vocabulary(self) -> bool:
-        """Whether the tokens to propose are still to be chosen: a fresh drafter has the first ones."""
-        return self.draft_vocab is not None and torch.equal(self.draft_vocab, torch.arange(len(self.draft_vocab)))
-
     def digest(self) -> str:
         """Of configuration and weights, to tell drafters apart."""
         digest = hashlib.sha256(json.dumps(self.config.to_dict(), sort_keys=True, default=str).encode())

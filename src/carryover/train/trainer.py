@@ -284,7 +284,8 @@ def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | No
     if stage == "baseline":
         if start is not None:
             raise InputError(
-                "the baseline stage starts from scratch; use --stage continued to go on from a checkpoint."
+                "the baseline stage takes no --start; use --stage continued to go on from a checkpoint, or set "
+                "drafter.start in the recipe to begin a baseline with one."
             )
         config = drafter_config(recipe, target)
         config.carry = "none"
@@ -292,9 +293,12 @@ def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | No
         drafter = Drafter(config)
         if recipe.drafter.start == "target":
             start_from_target(drafter, target)
-        elif recipe.drafter.start != "random":
-            other = load_drafter(recipe.drafter.start, target, dtype=torch.float32)
-            start_from_drafter(drafter, other, recipe.drafter.start)
+        elif (name := recipe.drafter.start_drafter) is not None:
+            try:
+                other = load_drafter(name, target, dtype=torch.float32)
+            except InputError as error:
+                raise InputError(f"drafter.start is not random, target or a fitting drafter: {error}") from error
+            start_from_drafter(drafter, other, name)
         return drafter
     if start is None:
         raise InputError(f"the {stage} stage needs the checkpoint it starts from; name it with --start.")
@@ -374,7 +378,9 @@ def run_record(recipe: Recipe, stage: Stage, start: Drafter, rows: PackedRows) -
     """What must not change while a run goes on: its part of the recipe, the drafter it starts with, and its rows."""
     parts = recipe.model_dump(mode="json")
     kept = {k: parts[k] for k in ("target", "target_dtype", "seed", "drafter", "carry", "data")}
-    kept["data"].pop("corpus")  # where the rows lie does not matter, what they are does
+    kept["data"].pop("corpus")  # where rows and weights lie does not matter, what they are does
+    if recipe.drafter.start_drafter is not None:
+        kept["drafter"]["start"] = "a drafter"
     return {"stage": stage, "start": start.digest(), "corpus": rows.digest(), **kept, "train": parts["train"][stage]}
 
 
@@ -456,7 +462,7 @@ def train(
     drafter = start_drafter(recipe, stage, target, start)
     check_fits(drafter.config, target)
     dataset = load_corpus(corpus or recipe.data.corpus, target, recipe.data)
-    if stage == "baseline" and drafter.has_provisional_vocabulary():
+    if stage == "baseline" and drafter.config.draft_vocab_size and recipe.drafter.start_drafter is None:
         config = drafter.config
         drafter.draft_vocab = frequent_tokens(dataset, config.vocab_size, config.draft_vocab_size, target.stop_ids)
     rows = pack(dataset, recipe.data.sequence_length, recipe.seed)

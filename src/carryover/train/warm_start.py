@@ -20,6 +20,8 @@ from ..drafter.modeling import Drafter
 from ..errors import InputError
 from ..target import Target
 
+SHARED = ("fc", "hidden_norm", "layers", "norm", "draft_vocab")  # parts of a drafter that another can begin with
+ALIKE = ("target_layer_ids", "num_hidden_layers", "draft_vocab_size", "mask_token_id", "hidden_act", "rope_parameters")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 MATRICES = (
     *(f"self_attn.{name}" for name in (*PROJECTIONS, "o_proj")),
@@ -52,31 +54,36 @@ def start_from_target(drafter: Drafter, target: Target) -> None:
 
 @torch.no_grad()
 def start_from_drafter(drafter: Drafter, other: Drafter, name: str) -> None:
-    """Copies everything a fresh drafter shares with `other`: layers, norms, fusion, and heads of the same shape.
+    """Copies layers, norms, fusion and draft vocabulary of `other` into a fresh drafter, and its heads where they fit.
 
-    The two may differ in what gives the same weights another meaning or adds to them: block size, slots, heads, carry.
-    So a DFlash drafter can begin where a Markov drafter ended, and the other way round. Draft vocabularies of one size
-    become the same one. name: where `other` lies, for messages.
+    What may differ is what leaves the weights their meaning: block size, slots, windows, heads, carry. So a DFlash
+    drafter can begin where a Markov drafter ended, and the other way round. The Markov head is taken over whole or not
+    at all. name: where `other` lies, for messages.
 
-    Raises InputError where the layers, the fusion or the captured target layers differ.
+    Raises InputError where layers, fusion, captured target layers, rotation, mask token or draft vocabulary differ.
     """
-    if drafter.config.layer_ids != other.config.layer_ids:
-        raise InputError(
-            f"drafter.start: {name} reads the target layers {list(other.config.layer_ids)}, not "
-            f"{list(drafter.config.layer_ids)}, so its weights mean something else here; name the same layers."
-        )
-    if len(drafter.layers) != len(other.layers):
-        raise InputError(f"drafter.start: {name} has {len(other.layers)} layers, not {len(drafter.layers)}.")
     mine, theirs = drafter.state_dict(), other.state_dict()
-    for key, value in mine.items():
-        same = key in theirs and theirs[key].shape == value.shape
-        if key.split(".")[0] in ("layers", "fc", "norm", "hidden_norm") and not same:
+    for field in ALIKE:
+        wanted, there = getattr(drafter.config, field), getattr(other.config, field)
+        if wanted != there:
             raise InputError(
-                f"drafter.start: {name} has other widths: {key} is {list(theirs[key].shape)} there and "
-                f"{list(value.shape)} in the recipe; leave the widths out or name those of that drafter."
+                f"drafter.start: {name} has {field} {there}, and the recipe {wanted}, so its weights would mean "
+                "something else; make the recipe's the same."
             )
-        if same:
-            value.copy_(theirs[key])
+    for key in sorted(key for key in mine.keys() | theirs.keys() if key.split(".")[0] in SHARED):
+        shapes = [list(tensors[key].shape) if key in tensors else "missing" for tensors in (theirs, mine)]
+        if shapes[0] != shapes[1]:
+            raise InputError(
+                f"drafter.start: {name} has other layers: {key} is {shapes[0]} there and {shapes[1]} in the recipe; "
+                "leave the widths out or name those of that drafter."
+            )
+        mine[key].copy_(theirs[key])
+    heads = [(d.config.markov_rank, d.config.markov_kind, d.config.slots) for d in (drafter, other)]
+    for head in ("markov_head", "confidence_head"):
+        pairs = {key: theirs.get(key) for key in mine if key.startswith(f"{head}.")}
+        if heads[0] == heads[1] and all(v is not None and v.shape == mine[key].shape for key, v in pairs.items()):
+            for key, value in pairs.items():
+                mine[key].copy_(value)
 
 
 def _copy_layer(layer: Any, source: Any) -> None:
