@@ -18,7 +18,8 @@ FILES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 GRIDS = {  # cells, and how many seeds
     "lab": (["markov-b16", "dflash-b16", "markov-b8", "dflash-b8"], 3),
     "lab-small": (
-        ["markov-b16", "dflash-b16", "markov-projector-b16", "dflash-projector-b16", "markov-b8", "dflash-b8"], 3
+        [f"{name}-{b}" for b in ("b16", "b8") for name in ("markov", "dflash", "markov-projector", "dflash-projector")],
+        3,
     ),
     "lab-dflash-why": (["dflash2-b16", "dflash5-b16", "dflash-next-b16", "markov-fill-b16"], 1),
 }  # fmt: skip
