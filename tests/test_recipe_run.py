@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,49 @@ def test_a_grid_runs_in_parts(settings: dict[str, Any], target: Target, tmp_path
     assert shown.exit_code != 0 and "another recipe (train.carryover.steps" in " ".join(shown.output.split())
     shown = CliRunner().invoke(cli.app, ["run", str(path), "--out", str(tmp_path), "--cell", "a-s1", "--dry-run"])
     assert shown.exit_code == 0 and "cell a-s1" in shown.output and "cell b" not in shown.output
+
+
+def test_cells_share_the_stages_that_are_the_same(
+    settings: dict[str, Any], target: Target, tmp_path: Path, monkeypatch: Any
+) -> None:
+    path, out = tmp_path / "grid.yaml", tmp_path / "out"
+    faster = {"train": {"continued": {"learning_rate": 0.01}, "carryover": {"learning_rate": 0.01}}}
+    cells = {"a": {}, "b": {"carry": {"interface": "projector"}}, "c": faster, "d": {"drafter": {"block_size": 5}}}
+    path.write_text(yaml.safe_dump({**settings, "cells": cells, "seeds": [0, 1]}, sort_keys=False))
+    recipes = Recipe.load_grid(path, ["train.steps=1"])
+    trained, real = list[str](), module.train
+
+    def counted(recipe: Recipe, stage: Any, folder: Path, *args: Any, **kwargs: Any) -> Path:
+        trained.append(f"{folder.parent.name} {stage}")
+        return real(recipe, stage, folder, *args, **kwargs)
+
+    monkeypatch.setattr(module, "train", counted)
+    shown = io.StringIO()
+    (out / "b-s0" / "baseline.part").mkdir(parents=True)  # a copy that was cut short
+    run_grid(recipes, out, Console(file=shown, width=200), target, names=["a-s0", "b-s0", "c-s0", "d-s0", "a-s1"])
+    stages = {"a-s0": 3, "b-s0": 1, "c-s0": 2, "d-s0": 3, "a-s1": 3}  # the last ones of each
+    assert trained == [f"{cell} {stage}" for cell, count in stages.items() for stage in module.STAGES[-count:]]
+    assert shown.getvalue().count("the one of a-s0") == 3 and not list(out.glob("*/*.part"))
+    monkeypatch.setattr(module, "share", lambda *args: None)
+    run_grid(recipes, tmp_path / "apart", Console(file=io.StringIO()), target, names=["b-s0"])
+    shared, own = (json.loads((o / "b-s0" / "t0" / "results.json").read_text()) for o in (out, tmp_path / "apart"))
+    assert [r["overall"]["rounds"] for r in shared["runs"]] == [r["overall"]["rounds"] for r in own["runs"]]
+
+
+def test_the_start_of_a_finished_baseline_is_not_needed(
+    settings: dict[str, Any], target: Target, tmp_path: Path
+) -> None:
+    quiet, out = Console(file=io.StringIO()), tmp_path / "out"
+    run(Recipe.model_validate(settings), tmp_path / "first", quiet, target)
+    (tmp_path / "first" / "baseline").rename(tmp_path / "start")
+    begun = {**settings, "drafter": {**settings["drafter"], "start": str(tmp_path / "start")}}
+    recipe = Recipe.model_validate(begun)
+    run(recipe, out, quiet, target)
+    shutil.rmtree(tmp_path / "start")
+    assert run(recipe, out, quiet, target).exists()
+    (out / "baseline" / "finished").unlink()
+    with pytest.raises(InputError, match=r"drafter\.start is not random"):
+        run(recipe, out, quiet, target)
 
 
 def test_a_run_begun_before_a_key_existed_goes_on(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ Each step is finished once: the same command goes on where an interrupted run st
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from rich.console import Console
@@ -35,7 +37,7 @@ from .formats import load_drafter
 from .formats.files import locate
 from .report import grid, write_report
 from .target import Target
-from .train.trainer import default_device, differences, start_drafter, train
+from .train.trainer import default_device, differences, stage_settings, start_drafter, train
 
 STAGES: tuple[Stage, ...] = ("baseline", "continued", "carryover")
 FINISHED, RECIPE = "finished", "recipe.yaml"
@@ -60,7 +62,7 @@ def run(recipe: Recipe, out: Path, console: Console | None = None, target: Targe
     if not recipe.data.corpus:
         asked(recipe)
     target = target or Target.load(recipe.target, recipe.target_dtype, default_device())
-    start_drafter(recipe, "baseline", target, None)
+    check_start(recipe, out, target)
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / RECIPE, recipe.to_yaml())
     for number, step in enumerate(steps(recipe, out, target), 1):
@@ -92,7 +94,8 @@ def run_grid(
     """Runs recipes of a grid in `out/NAME`, those in `names` or all, and returns the path of the table of all that are
     finished: processes with cells of their own may share `out` once its responses are recorded.
 
-    They share the target and what it answered, so these sections must agree. Raises InputError otherwise, or as `run`.
+    They share the target and what it answered, so these sections must agree, and stages that would be the same. Raises
+    InputError otherwise, or as `run`.
     """
     names = list(recipes) if names is None else names
     console = console or Console()
@@ -104,8 +107,8 @@ def run_grid(
         plan(recipe)
         held_out(recipe)
     target = target or Target.load(first.target, first.target_dtype, default_device())
-    for recipe in recipes.values():
-        start_drafter(recipe, "baseline", target, None)
+    for name, recipe in recipes.items():
+        check_start(recipe, out / name, target)
     if not first.data.corpus:
         asked(first)
         out.mkdir(parents=True, exist_ok=True)
@@ -113,9 +116,35 @@ def run_grid(
             record_responses(first, target, out / "recorded.jsonl")
     for number, name in enumerate(names, 1):
         console.print(f"[bold]cell {number} of {len(names)}: {name}")
+        share(recipes, out, name, console)
         run(shared_corpus(recipes[name], out), out / name, console, target)
         grid.write(out, list(recipes))
     return out / grid.TABLE
+
+
+def share(recipes: Mapping[str, Recipe], out: Path, name: str, console: Console) -> None:
+    """Copies to a cell the stages without carry that another cell has finished and that would be the same there: what
+    sets cells apart is often only the carry interface."""
+
+    def settings(cell: str, stages: Sequence[Stage]) -> list[dict[str, Any]]:
+        return [stage_settings(recipes[cell], stage) for stage in stages]
+
+    for stages in (STAGES[:1], STAGES[:2]):  # `continued` depends on its baseline
+        mine = out / name / stages[-1]
+        same = (cell for cell in recipes if cell != name and settings(cell, stages) == settings(name, stages))
+        done = next((cell for cell in same if (out / cell / stages[-1] / FINISHED).exists()), None)
+        if done is not None and not mine.exists():
+            partial = mine.with_name(f"{mine.name}.part")  # a copy that is cut short must not look finished
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(out / done / stages[-1], partial, ignore=shutil.ignore_patterns("checkpoint-*"))
+            os.replace(partial, mine)
+            console.print(f"[dim]{stages[-1]}: the one of {done}")
+
+
+def check_start(recipe: Recipe, out: Path, target: Target) -> None:
+    """Raises InputError when the baseline is still to be trained and cannot begin as the recipe says."""
+    if not (out / "baseline" / FINISHED).exists():
+        start_drafter(recipe, "baseline", target, None)
 
 
 def shared_corpus(recipe: Recipe, out: Path) -> Recipe:

@@ -283,7 +283,12 @@ def test_another_run_is_not_gone_on_with(target: Target, corpus: Path, tmp_path:
         with pytest.raises(InputError, match=rf"other settings \(.*{message}.*name another --out"):
             train(settings, stage, out, start, resume=True, corpus=data, target=target, progress=False)
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    unrelated = r.model_copy(update={"evaluate": r.evaluate.model_copy(update={"limit": 3})})
+    update = {"evaluate": r.evaluate.model_copy(update={"limit": 3}), "carry": CarryConfig(interface="projector")}
+    unrelated = r.model_copy(update=update)  # a stage without carry does not depend on the carry section ...
+    record = json.loads((out / "run.json").read_text())
+    assert "carry" not in record
+    record["carry"] = {"interface": "embedding"}  # ... which older runs recorded all the same
+    (out / "run.json").write_text(json.dumps(record))
     train(unrelated, "continued", out, base, resume=True, target=target, progress=False)
     assert equal(weights(out), Drafter.from_pretrained(out / "checkpoint-3").state_dict())
 

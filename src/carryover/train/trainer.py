@@ -374,23 +374,31 @@ def check_checkpoint(checkpoint: Path) -> None:
             )
 
 
+def stage_settings(recipe: Recipe, stage: Stage) -> dict[str, Any]:
+    """The part of a recipe that makes a stage what it is; the carry section only of `carryover`."""
+    parts = recipe.model_dump(mode="json")
+    names = ["target", "target_dtype", "seed", "drafter", "data"] + ["carry"] * (stage == "carryover")
+    return {"stage": stage, **{name: parts[name] for name in names}, "train": parts["train"][stage]}
+
+
 def run_record(recipe: Recipe, stage: Stage, start: Drafter, rows: PackedRows) -> dict[str, Any]:
     """What must not change while a run goes on: its part of the recipe, the drafter it starts with, and its rows."""
-    parts = recipe.model_dump(mode="json")
-    kept = {k: parts[k] for k in ("target", "target_dtype", "seed", "drafter", "carry", "data")}
+    kept = stage_settings(recipe, stage)
     kept["data"].pop("corpus")  # where rows and weights lie does not matter, what they are does
     if recipe.drafter.start_drafter is not None:
         kept["drafter"]["start"] = "a drafter"
-    return {"stage": stage, "start": start.digest(), "corpus": rows.digest(), **kept, "train": parts["train"][stage]}
+    return {**kept, "start": start.digest(), "corpus": rows.digest()}
 
 
 def claim(out: Path, record: dict[str, Any]) -> None:
     """Writes the run's record to `out/run.json`, after comparing it with the one that is there."""
     path = out / "run.json"
     if path.exists():
-        began = read_json(path)
+        began = {name: value for name, value in read_json(path).items() if name in record}
         stage = CarryoverConfig if record["stage"] == "carryover" else StageConfig
         for name, kind in (("drafter", DrafterShape), ("carry", CarryConfig), ("data", DataConfig), ("train", stage)):
+            if name not in record:
+                continue
             there = began.get(name, {})
             began[name] = {k: v for k, v in completed(kind, there).items() if k in there or k in record[name]}
         changed = differences(began, record)
