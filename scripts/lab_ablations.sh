@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Other ways to carry and to train it, from the baseline of a cell of recipes/lab-small.yaml (docs/experiments.md).
-#   scripts/lab_ablations.sh [OUT] [CELL] [NAME...]      after `carryover run recipes/lab-small.yaml --out OUT`; five minutes each on one core
+# Other ways to carry and to train it, from the baseline of a cell of recipes/lab.yaml (docs/experiments.md).
+#   scripts/lab_ablations.sh [OUT] [CELL] [NAME...]      after `carryover run recipes/lab.yaml --out OUT`; five minutes each on one core
 # Run again it goes on where it stopped. Results: OUT/ablations-CELL/{t0,t1}/results.json
 set -euo pipefail
-out=${1:-runs/lab-small} name=${2:-markov-b16-s0}
+out=${1:-runs/lab-grid} name=${2:-markov-b16-s0}
 shift $(($# < 2 ? $# : 2))
 cell=$out/$name all=$out/ablations-$name seed=${name##*-s}
 declare -A change=(
@@ -38,9 +38,9 @@ for name in "${names[@]}"; do
     drafters+=(--drafter "$all/$name")
 done
 rows=(--carry-rows 1 --carry-rows 2 --carry-rows 4 --carry-rows 8)
-carryover evaluate --target lab --dtype float32 --prompts "${PROMPTS:-$out/eval_prompts.jsonl}" --limit 400 --max-new-tokens 128 \
+carryover evaluate --target lab --dtype float32 --prompts "${PROMPTS:-runs/lab/eval_prompts.jsonl}" --limit 400 --max-new-tokens 128 \
     --seed "$seed" --batch-size 100 --out "$all/rows" --drafter "$cell/carryover" --carry-off "${rows[@]}"
 for temperature in 0 1; do
-    carryover evaluate --target lab --dtype float32 --prompts "${PROMPTS:-$out/eval_prompts.jsonl}" --limit 400 --max-new-tokens 128 \
+    carryover evaluate --target lab --dtype float32 --prompts "${PROMPTS:-runs/lab/eval_prompts.jsonl}" --limit 400 --max-new-tokens 128 \
         --temperature "$temperature" --seed "$seed" --batch-size 100 --out "$all/t$temperature" "${drafters[@]}"
 done

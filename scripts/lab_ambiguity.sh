@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Is the gain made by the language? The Markov cell of recipes/lab-small.yaml (15 proposals, its seeds) on lab targets whose rates of choice are scaled.
+# Is the gain made by the language? The Markov cell of recipes/lab.yaml (15 proposals, its seeds) on lab targets whose rates of choice are scaled.
 #   scripts/lab_ambiguity.sh [OUT] [FACTOR...]      an hour of one core for each factor; goes on where it stopped
 # Results: OUT/ambiguity-FACTOR/markov-b16-sSEED/{t0,t1}/results.json and OUT/ambiguity-FACTOR/grid.md; factor 1 is the cell of the grid itself.
 set -euo pipefail
-out=${1:-runs/lab-small}
+out=${1:-runs/lab-grid}
 shift $(($# < 1 ? $# : 1))
 for factor in ${*:-0 0.5}; do
     here=$out/ambiguity-$factor
@@ -14,7 +14,7 @@ for factor in ${*:-0 0.5}; do
 import sys, yaml
 from pathlib import Path
 here = Path(sys.argv[1])
-grid = yaml.safe_load(Path("recipes/lab-small.yaml").read_text())
+grid = yaml.safe_load(Path("recipes/lab.yaml").read_text())
 grid["cells"] = {"markov-b16": grid["cells"]["markov-b16"]}
 grid["target"] = str(here / "target")
 grid["record"]["prompts"] = str(here / "target/train_prompts.jsonl")

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Learning curves: tokens per verification on 24 development prompts (none of the 400) every 50 steps of `continued` and `carryover`.
-#   scripts/lab_curve.sh [OUT] [CELL]      after that cell of recipes/lab-small.yaml; eight minutes on one core
+#   scripts/lab_curve.sh [OUT] [CELL]      after that cell of recipes/lab.yaml; eight minutes on one core
 # Results: `decode_acceptance` in OUT/curve-CELL/{continued,carryover}/train_log.jsonl
 set -euo pipefail
-out=${1:-runs/lab-small} cell=${2:-markov-b16-s0}
+out=${1:-runs/lab-grid} cell=${2:-markov-b16-s0}
 curve=$out/curve-$cell
 mkdir -p "$curve"
 python - "$curve/prompts.jsonl" <<'PY'

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What makes a drafter good in few steps? Baselines of a cell of recipes/lab-small.yaml after 1,000 steps, with one setting changed each.
+# What makes a drafter good in few steps? Baselines of a cell of recipes/lab.yaml after 1,000 steps, with one setting changed each.
 #   scripts/lab_levers.sh [OUT] [CELL] [NAME...]      after that cell of the grid; two minutes each on one core; goes on where it stopped
 # Results: OUT/levers-CELL/t0/results.json
 set -euo pipefail
-out=${1:-runs/lab-small} name=${2:-markov-b16-s0}
+out=${1:-runs/lab-grid} name=${2:-markov-b16-s0}
 shift $(($# < 2 ? $# : 2))
 cell=$out/$name all=$out/levers-$name
 declare -A change=(
@@ -27,5 +27,5 @@ for lever in "${names[@]}"; do
     fi
     drafters+=(--drafter "$all/$lever")
 done
-carryover evaluate --target lab --dtype float32 --prompts "${PROMPTS:-$out/eval_prompts.jsonl}" --limit 400 --max-new-tokens 128 \
+carryover evaluate --target lab --dtype float32 --prompts "${PROMPTS:-runs/lab/eval_prompts.jsonl}" --limit 400 --max-new-tokens 128 \
     --seed "${name##*-s}" --batch-size 100 --out "$all/t0" "${drafters[@]}"

@@ -16,8 +16,8 @@ from carryover.target import Target
 
 FILES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 GRIDS = {  # cells, and how many seeds
-    "lab": (["markov-b16", "dflash-b16", "markov-b8", "dflash-b8"], 3),
-    "lab-small": (
+    "lab-first-grid": (["markov-b16", "dflash-b16", "markov-b8", "dflash-b8"], 3),
+    "lab": (
         [f"{name}-{b}" for b in ("b16", "b8") for name in ("markov", "dflash", "markov-projector", "dflash-projector")],
         3,
     ),
