@@ -115,6 +115,10 @@ def test_generate_several_turns_and_penalties(files: Files, tmp_path: Path) -> N
     assert [json.loads(line)["text"] for line in call(*command, "--json").splitlines()] == replies
     assert len(trace.read_text().splitlines()) == rounds
     assert "repetition penalty must be above 0" in call(*command, "--repetition-penalty", 0, code=2)
+    call(*command, "--proposals", 2, "--trace", trace)
+    assert max(len(json.loads(line)["proposals"]) for line in trace.read_text().splitlines()) == 2
+    assert "proposals must be 1 to" in call(*command, "--proposals", 99, code=2)
+    assert "name one with --drafter" in call(*command[:3], "--prompt", "w8", "--proposals", 2, code=2)
 
 
 def test_a_drafter_with_hints(files: Files, tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import torch
 from decode_helpers import CARRIES, HEADS, LAYERS, PROMPT, ScriptedDrafter, begin, make_drafter
 from tiny import tiny_target
 
-from carryover.decode.engine import Engine
+from carryover.decode.engine import Engine, Request
 from carryover.decode.sampling import Sampling
+from carryover.drafter.config import DrafterConfig
+from carryover.drafter.modeling import Drafter
 from carryover.errors import InputError
 from carryover.rows import block_rows, carry_rows, concat, context_rows
 
@@ -194,6 +196,35 @@ def test_fresh_hints_are_the_baseline_bit_for_bit(llama, head, kind):
     expected, fresh = run(llama, baseline), run(llama, hinting)
     assert fresh[0].tokens == expected[0].tokens and sum(r.carried for r in fresh[0].rounds) > 0
     assert torch.equal(fresh[1], expected[1]) and torch.equal(fresh[2], expected[2])
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("slots", ["fill_in", "next_token"])
+@pytest.mark.parametrize(
+    "interface", [CARRIES["embedding"], CARRIES["target_top1"], LAYERS["sliding"], HEADS["rnn"] | CARRIES["projector"]]
+)
+def test_fewer_proposals_are_those_of_a_shorter_block(llama, interface, slots, count):
+    """The same weights in a drafter with blocks of that size, one request and three at a time, greedy and drawn."""
+    longer = make_drafter(llama, slots=slots, block_size=6, initializer_range=0.1, **interface)
+    size = count + longer.config.first_slot
+    config = DrafterConfig.from_dict({**longer.config.to_dict(), "block_size": size})
+    shorter = Drafter.from_tensors(config, longer.state_dict())
+    truth = Engine(llama).generate(PROMPT, NEW).tokens
+    for sampling in (Sampling(), Sampling(1.0)):
+        short = Engine(llama, shorter, sampling, "probabilistic").generate(PROMPT, NEW, seed=3)
+        engine = Engine(llama, longer, sampling, "probabilistic", proposals=count)
+        generation = engine.generate(PROMPT, NEW, seed=3)
+        assert generation.tokens == short.tokens and (not sampling.greedy or short.tokens == truth)
+        assert [(r.proposals, r.carried) for r in generation.rounds] == [(r.proposals, r.carried) for r in short.rounds]
+        assert max(len(r.proposals) for r in generation.rounds) == count
+        many = engine.generate_many([Request(PROMPT[i:], NEW, 3) for i in range(3)], 3)
+        assert dict(many)[0].tokens == generation.tokens
+
+
+@pytest.mark.parametrize("count", [-1, 0, 6])
+def test_proposals_that_do_not_fit_are_refused(llama, count):
+    with pytest.raises(InputError, match=f"proposals must be 1 to 5, what the drafter was trained for, got {count}"):
+        Engine(llama, make_drafter(llama, block_size=6), proposals=count)
 
 
 def test_no_carry_rows_are_carry_off_bit_for_bit(llama):

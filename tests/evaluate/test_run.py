@@ -99,6 +99,24 @@ def test_few_carry_rows(target: Target, drafters: dict[str, Drafter], tmp_path: 
     assert all(run["overall"]["divergent"] == 0 for run in results["runs"])
 
 
+def test_fewer_proposals(target: Target, drafters: dict[str, Drafter], tmp_path: Path) -> None:
+    """Of every drafter, right before it, and with its carry."""
+    most = drafters["runs/base"].config.num_proposals
+    results = evaluate(
+        target, drafters, PROMPTS, tmp_path, Plan(max_new_tokens=12, proposals=(2, 1, 2)), progress=False
+    )
+    names = ["base (1 proposal)", "base (2 proposals)", "base", "carry (1 proposal)", "carry (2 proposals)", "carry"]
+    assert [run["name"] for run in results["runs"][1:]] == names
+    assert [run["carry"] for run in results["runs"][1:]] == [False] * 3 + [True] * 3
+    for run in results["runs"][1:]:
+        count = int(run["name"].split("(")[1][0]) if "(" in run["name"] else most
+        assert len(run["overall"]["acceptance_by_position"]) == count and run["overall"]["divergent"] == 0
+        assert (run["overall"]["carried_rows"] > 0) == run["carry"] and run["overall"]["carried_rows"] < count
+    with pytest.raises(InputError, match=f"proposals must be 1 to {most}, what the drafter was trained for, got 99"):
+        evaluate(target, drafters, PROMPTS, tmp_path / "most", Plan(proposals=(99,)), progress=False)
+    assert not (tmp_path / "most").exists()
+
+
 def test_figures_are_those_of_single_generations(target: Target, drafters: dict[str, Drafter], tmp_path: Path) -> None:
     """Every response is what the engine gives on its own, and the second turn goes on from what plain decoding said."""
     results = evaluate(target, drafters, PROMPTS, tmp_path, PLAN, progress=False)
@@ -245,7 +263,7 @@ def test_short_names() -> None:
     assert short_names(["runs/a/base", "runs/b/base"]) == ["a/base", "b/base"]
     assert short_names(["x/autoregressive"]) == ["x/autoregressive"]
     assert short_names([]) == []
-    assert short_names(["x/a", "y/a (1 carry row)"], [few(1)]) == ["x/a", "y/a (1 carry row)"]
+    assert short_names(["x/a", "y/a (1 carry row)"], [few(1, "carry row")]) == ["x/a", "y/a (1 carry row)"]
 
 
 def test_seeds_belong_to_prompts() -> None:

@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,11 @@ def test_an_evaluation_through_vllm_is_that_of_the_embedded_engine(pair: tuple[P
     target = Target.load(pair[0], "float32")
     drafters = {str(pair[1]): load_drafter(pair[1], target)}
     prompts = [Prompt(str(i), "words", [" ".join(f"w{5 + (i * k) % 19}" for k in range(1, 9))]) for i in range(8)]
+    plan = Plan(24, batch_size=4, proposals=(2,))
     with Workers(tmp_path / "vllm", sys.executable) as workers:
-        found = evaluate(
-            target, drafters, prompts, tmp_path / "vllm", Plan(24, batch_size=4, engine="vllm"), False, workers
-        )
-    expected = evaluate(target, drafters, prompts, tmp_path / "embedded", Plan(24, batch_size=4), False)
+        found = evaluate(target, drafters, prompts, tmp_path / "vllm", replace(plan, engine="vllm"), False, workers)
+    expected = evaluate(target, drafters, prompts, tmp_path / "embedded", plan, False)
+    assert [run["name"] for run in found["runs"]] == ["autoregressive", "drafter (2 proposals)", "drafter"]
     counted = found["engine_counters"]["drafter"]
     for run, own in zip(found["runs"], expected["runs"], strict=True):
         a, b = run["overall"], own["overall"]
@@ -62,7 +63,7 @@ def test_an_evaluation_through_vllm_is_that_of_the_embedded_engine(pair: tuple[P
         assert a["acceptance_by_position"] == pytest.approx(b["acceptance_by_position"], abs=last)
         assert a["identical"] == 8 and a["tokens_per_second"] > 0
         assert a["draft_share"] is None
-    assert counted["num_drafts"] == found["runs"][1]["overall"]["rounds"]
+    assert counted["num_drafts"] == found["runs"][2]["overall"]["rounds"]
     assert counted["num_accepted_tokens"] == sum(counted["num_accepted_tokens_per_pos"]) > 0
 
 

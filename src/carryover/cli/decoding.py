@@ -21,6 +21,7 @@ from .shared import (
     MinNewTokensOption,
     MinPOption,
     PresenceOption,
+    ProposalsOption,
     RepetitionOption,
     SeedOption,
     TargetOption,
@@ -55,6 +56,7 @@ def generate(
     max_new_tokens: MaxNewTokensOption = 256,
     seed: SeedOption = 0,
     carry: Annotated[bool, typer.Option(help="Carry rejected states, if the drafter can.")] = True,
+    proposals: ProposalsOption = None,
     stream: Annotated[bool, typer.Option(help="Print text as it is decoded.")] = True,
     trace: Annotated[Path | None, typer.Option(help="Write the rounds here, one JSON object a line.")] = None,
     template: TemplateOption = "{}",
@@ -87,7 +89,12 @@ def generate(
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
     draft = loaded_drafter(drafter, loaded) if drafter else None
-    talk = Conversation(Engine(loaded, draft, sampling, draft_sampling, carry, penalties=penalties, compile=compile))
+    if proposals is not None and draft is None:
+        raise InputError("--proposals is for a drafter; name one with --drafter.")
+    engine = Engine(
+        loaded, draft, sampling, draft_sampling, carry, penalties=penalties, compile=compile, proposals=proposals
+    )
+    talk = Conversation(engine)
     replies: list[str] = []
     all_rounds: list[dict[str, Any]] = []
     for _ in prompt:
@@ -125,9 +132,7 @@ def serve(
     ctx: typer.Context,
     target: TargetOption,
     drafter: Annotated[str | None, typer.Option(help="Folder or hub id; left out: the target alone.")] = None,
-    proposals: Annotated[
-        int | None, typer.Option(min=1, help="Tokens proposed in a round; default: as many as it was trained for.")
-    ] = None,
+    proposals: ProposalsOption = None,
     draft_sampling: DraftSamplingOption = "greedy",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,

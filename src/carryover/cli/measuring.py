@@ -65,6 +65,10 @@ def evaluate(
     carry_rows: Annotated[
         list[int] | None, typer.Option(min=0, help="Also run them with at most so many carry rows; repeatable.")
     ] = None,
+    proposals: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Also run every drafter with so many proposals, fewer than trained; repeatable."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that decode together; 1 measures latency.")] = 1,
     stop_loops: Annotated[
         bool, typer.Option("--stop-loops", help="End responses that become degenerate loops.")
@@ -98,7 +102,7 @@ def evaluate(
     options = template_options(template)
     plan = Plan(
         max_new_tokens, sampling, draft_sampling, seed, carry_off, batch_size, penalties, options, compile, stop_loops,
-        tuple(carry_rows or ()), engine,
+        tuple(carry_rows or ()), tuple(proposals or ()), engine,
     )  # fmt: skip
     asked = load_prompts(prompts, task, limit, seed)
     if server is not None:

@@ -96,6 +96,10 @@ VllmPythonOption = Annotated[
     str | None, typer.Option("--python", help="Python of an environment with vLLM and this package; default: this one.")
 ]
 MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1)]
+ProposalsOption = Annotated[
+    int | None,
+    typer.Option("--proposals", min=1, help="Tokens proposed in a round; default: as many as it was trained for."),
+]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)]
 
 

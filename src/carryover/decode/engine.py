@@ -123,6 +123,7 @@ class Engine:
         compile: bool = False,
         stop_loops: bool = False,
         carry_rows: int | None = None,
+        proposals: int | None = None,
     ) -> None:
         """drafter: None decodes plainly. draft_sampling: how to choose proposals above temperature 0, see `verify.py`.
 
@@ -130,11 +131,15 @@ class Engine:
         three times for an accelerator; None times on the CPU only. compile: decode with compiled models where that is
         possible (see `compiled.py`); prompts are read uncompiled. stop_loops: end a response where it becomes a
         degenerate loop (see `loops.py`). carry_rows: a draft reads at most so many carry rows, the first behind the
-        anchor; 0 is carry off, None reads all. Raises InputError for an unknown draft_sampling or a negative number of
-        rows.
+        anchor; 0 is carry off, None reads all. proposals: draft so many tokens, with a block that is as much shorter;
+        None drafts as many as the drafter was trained for. Raises InputError for an unknown draft_sampling and for
+        numbers that do not fit.
         """
         if carry_rows is not None and carry_rows < 0:
             raise InputError(f"carry_rows must be 0 or more, or None for all, got {carry_rows}.")
+        most = drafter.config.num_proposals if drafter is not None else 0
+        if proposals is not None and not 1 <= proposals <= most:
+            raise InputError(f"proposals must be 1 to {most}, what the drafter was trained for, got {proposals}.")
         if draft_sampling not in get_args(DraftSampling):
             raise InputError(f"draft_sampling must be greedy or probabilistic, got {draft_sampling!r}.")
         self.target = target
@@ -147,7 +152,8 @@ class Engine:
         self.hints = self.carries and drafter is not None and drafter.config.hints
         self.timed = target.device.type == "cpu" if timed is None else timed
         self.layer_ids = drafter.config.layer_ids if drafter is not None else None
-        self.proposals = drafter.config.num_proposals if drafter is not None else 0
+        self.proposals = most if proposals is None else proposals
+        self.block_size = self.proposals + (drafter.config.first_slot if drafter is not None else 0)
         self.draft_head = target.head_of(drafter.draft_vocab if drafter is not None else None)
         self.draft_dtype = target.dtype if drafter is None else drafter.dtype  # asking a model walks its weights
         self.compile = compile
@@ -267,7 +273,7 @@ class Engine:
         batch = Batch(torch.zeros(slots, dtype=torch.long, device=device), SlotCache(slots, capacity))
         if self.drafter is not None:
             config, dtype = self.drafter.config, self.draft_dtype
-            batch.draft_cache = DraftCache(config, slots, capacity + config.block_size, dtype, device)
+            batch.draft_cache = DraftCache(config, slots, capacity + self.block_size, dtype, device)
             width = len(config.layer_ids) * self.target.hidden_size
             batch.features = torch.zeros(slots, p + 1, width, dtype=dtype, device=device)
             batch.hints = batch.tokens.new_zeros(slots, p) if self.hints else None
@@ -278,8 +284,8 @@ class Engine:
         if batch.cache.capacity < capacity:
             capacity = max(capacity, 2 * batch.cache.capacity)
             batch.cache.grow(capacity)
-            if batch.draft_cache is not None and self.drafter is not None:
-                batch.draft_cache.grow(capacity + self.drafter.config.block_size)
+            if batch.draft_cache is not None:
+                batch.draft_cache.grow(capacity + self.block_size)
 
     @property
     def compiles(self) -> bool:
@@ -382,7 +388,7 @@ class Engine:
         the last verification first."""
         drafter, cache, compiled = self.drafter, batch.draft_cache, self.compiles
         assert drafter is not None and cache is not None and batch.features is not None
-        device, p, size = self.target.device, self.proposals, drafter.config.block_size
+        device, p, size = self.target.device, self.proposals, self.block_size
         places = [(r.base, r.anchor, 0 if self.hints else r.carried) for r in batch.requests]  # carried: as rows
         if compiled:
             places += [(0, 0, 0)] * (batch.cache.slots - len(places))  # empty slots; whatever is written there
@@ -394,7 +400,7 @@ class Engine:
         rows = cache.rows([b for b, _, _ in places], count, compiled)
 
         length = cache.aim([a + c for _, a, c in places], size, compiled)
-        block = drafter.block_tokens(batch.tokens[: len(places)])
+        block = drafter.block_tokens(batch.tokens[: len(places)])[:, :size]
         at = anchor[:, None] + torch.arange(size, device=device)
         masks = None  # of a single request the block sees every row there is
         if compiled or len(places) > 1 or "sliding_attention" in (drafter.config.layer_types or ()):
@@ -405,7 +411,7 @@ class Engine:
             seen = torch.tensor([r.carried for r in batch.requests], device=device)
             seen = torch.nn.functional.pad(seen, (0, len(places) - len(seen)))
             hints = drafter.hints(batch.hints[: len(places)], anchor - base - 1, seen, self.target.embed)
-            embeds = drafter.carry(embeds, hints.to(self.draft_dtype))
+            embeds = drafter.carry(embeds, hints[:, :size].to(self.draft_dtype))
         features = batch.features[: len(places), :count]
         draft = self._draft_block if compiled else draft_block
         return draft(drafter, features, rejected, positions, rows, embeds, at, masks, cache)

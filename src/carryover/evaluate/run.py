@@ -48,7 +48,8 @@ Answers = dict[str, list[Generation]]  # method -> the responses to one prompt, 
 @dataclass(frozen=True)
 class Plan:
     """How to decode. carry_off: run every carrying drafter once more without carry. carry_rows: and once more for each
-    of these numbers, reading at most so many carry rows. batch_size: requests that decode together; speeds are then
+    of these numbers, reading at most so many carry rows. proposals: run every drafter once more for each of these
+    numbers, drafting so many tokens. batch_size: requests that decode together; speeds are then
     throughput. template: options of the chat template (enable_thinking and the like), which must be those of the
     drafter's training data."""
 
@@ -63,6 +64,7 @@ class Plan:
     compile: bool = False
     stop_loops: bool = False
     carry_rows: tuple[int, ...] = ()
+    proposals: tuple[int, ...] = ()
     engine: str = "embedded"
 
 
@@ -77,13 +79,14 @@ class Decoder(Protocol):
 
 
 class Drafting(NamedTuple):
-    """What a method drafts with: nothing, or a drafter and where it came from, its carry rows read or not, and at most
-    so many of them (None: all)."""
+    """What a method drafts with: nothing, or a drafter and where it came from, its carry rows read or not, at most so
+    many of them (None: all), and how many tokens it proposes (None: as many as it was trained for)."""
 
     drafter: Drafter | None = None
     path: str | None = None
     carry: bool = False
     rows: int | None = None
+    proposals: int | None = None
 
 
 class Engines(Protocol):
@@ -107,6 +110,7 @@ class EmbeddedEngines:
             compile=plan.compile,
             stop_loops=plan.stop_loops,
             carry_rows=how.rows,
+            proposals=how.proposals,
         )
 
 
@@ -175,27 +179,29 @@ def evaluate(
 def methods_of(
     target: Target, drafters: Mapping[str, Drafter], plan: Plan, engines: Engines = EmbeddedEngines()
 ) -> list[Method]:
-    """Plain decoding, then the drafters; a drafter without its carry, or with few of its rows, comes right before
-    itself with all of them."""
+    """Plain decoding, then the drafters; a drafter without its carry, with few of its rows or with few proposals comes
+    right before itself with all of them."""
 
     def method(name: str, how: Drafting) -> Method:
         return Method(name, engines.make(target, plan, how), how.path, how.carry and how.rows != 0)
 
     methods = [method(PLAIN, Drafting())]
-    counts = sorted(set(plan.carry_rows))
-    variants = OFF, *(few(rows) for rows in counts)
+    counts, shorter = sorted(set(plan.carry_rows)), sorted(set(plan.proposals))
+    variants = OFF, *(few(rows, "carry row") for rows in counts), *(few(n, "proposal") for n in shorter)
     for name, (path, drafter) in zip(short_names(list(drafters), variants), drafters.items(), strict=True):
         carries = drafter.config.carry != "none"
         if carries and plan.carry_off:
             methods.append(method(name + OFF, Drafting(drafter, path)))
         for rows in counts if carries else ():
-            methods.append(method(name + few(rows), Drafting(drafter, path, True, rows)))
+            methods.append(method(name + few(rows, "carry row"), Drafting(drafter, path, True, rows)))
+        for n in shorter:
+            methods.append(method(name + few(n, "proposal"), Drafting(drafter, path, carries, proposals=n)))
         methods.append(method(name, Drafting(drafter, path, carries)))
     return methods
 
 
-def few(rows: int) -> str:
-    return f" ({rows} carry row{'s' * (rows != 1)})"
+def few(count: int, what: str) -> str:
+    return f" ({count} {what}{'s' * (count != 1)})"
 
 
 def short_names(paths: Sequence[str], variants: Sequence[str] = (OFF,)) -> list[str]:
@@ -280,7 +286,7 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any] | Non
         return None
     try:
         record = json.loads(path.read_text())
-        defaults = {"compile": False, "stop_loops": False, "carry_rows": [], "engine": "embedded"}
+        defaults = {"compile": False, "stop_loops": False, "carry_rows": [], "proposals": [], "engine": "embedded"}
         before, _ = defaults | record["settings"], record["environment"]["sessions"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged; restore it, or name another --out.") from error

@@ -34,11 +34,19 @@ KV_GIB = 1  # of each worker on a CPU
 class VllmEngine:
     """A worker process with one vLLM, behind the methods of `decode.engine.Engine` that an evaluation calls."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, folder: Path | None, plan: Plan, python: str) -> None:
-        """folder: where the drafter lies. python: that of an environment with vLLM."""
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        folder: Path | None,
+        plan: Plan,
+        python: str,
+        proposals: int | None = None,
+    ) -> None:
+        """folder: where the drafter lies. python: that of an environment with vLLM. proposals: None: as trained."""
         self.target, self.plan = target, plan
         self.carries = drafter is not None and drafter.config.carry != "none"
-        self.proposals = 0 if drafter is None else drafter.config.num_proposals
+        self.proposals = 0 if drafter is None else proposals or drafter.config.num_proposals
         on_cpu = target.device.type == "cpu"
         path = located(str(target.name))
         asked: dict[str, Any] = {
@@ -50,7 +58,7 @@ class VllmEngine:
             "enable_prefix_caching": False,  # the embedded engine keeps nothing between prompts either
         }
         if folder is not None:
-            asked["speculative_config"] = speculation(path, str(folder), None, plan.draft_sampling)
+            asked["speculative_config"] = speculation(path, str(folder), proposals, plan.draft_sampling)
         self.counters: dict[str, Any] = {}
         self._before: dict[str, Any] = {}  # what a warm-up counted
         self._command = [python, "-m", "carryover.vllm.worker", json.dumps(asked)]
@@ -178,7 +186,7 @@ class Workers:
         drafter, folder = how.drafter, None if how.path is None else locate(how.path)
         if drafter is not None and drafter.config.carry != "none" and not how.carry:
             drafter, folder = self._without_carry(drafter)
-        self.engines.append(VllmEngine(target, drafter, folder, plan, self.python))
+        self.engines.append(VllmEngine(target, drafter, folder, plan, self.python, how.proposals))
         return self.engines[-1]
 
     def _without_carry(self, drafter: Drafter) -> tuple[Drafter, Path]:
