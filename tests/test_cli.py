@@ -224,6 +224,10 @@ def test_lab_prompts(tmp_path: Path) -> None:
     train = [json.loads(line)["prompt"] for line in (tmp_path / "train_prompts.jsonl").read_text().splitlines()]
     held_out = [json.loads(line)["prompt"] for line in (tmp_path / "eval_prompts.jsonl").read_text().splitlines()]
     assert len(set(train)) == 9 and len(set(held_out)) == 8 and not set(train) & set(held_out)
+    again = ("lab", "--prompts-only", "--out", tmp_path, "--eval-prompts", 8, "--train-prompts")
+    call(*again, 9)
+    assert "holds other prompts than these 10; name another --out" in call(*again, 10, code=2)
+    assert len((tmp_path / "train_prompts.jsonl").read_text().splitlines()) == 9
 
 
 # ---- what is wrong -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import shutil
@@ -18,6 +19,7 @@ from carryover import cli
 from carryover import run as module
 from carryover.config import Recipe
 from carryover.errors import InputError
+from carryover.files import alone
 from carryover.run import chosen, plan, run, run_grid
 from carryover.target import Target
 
@@ -158,7 +160,7 @@ def test_a_grid_runs_in_parts(settings: dict[str, Any], target: Target, tmp_path
     recipes = Recipe.load_grid(path, ["train.steps=1"])
     assert chosen(recipes, []) == ["a-s0", "b-s0", "a-s1", "b-s1"]
     assert chosen(recipes, ["b-s0", "a"]) == ["a-s0", "b-s0", "a-s1"]
-    with pytest.raises(InputError, match="no cell 'c'; the cells are a-s0, b-s0, a-s1, b-s1"):
+    with pytest.raises(InputError, match="no cell 'c'; the cells are a, b, each alone or with -s0, -s1"):
         chosen(recipes, ["a", "c"])
     with pytest.raises(InputError, match="no grid"):
         chosen({"": recipes["a-s0"]}, ["a"])
@@ -196,11 +198,89 @@ def test_cells_share_the_stages_that_are_the_same(
     run_grid(recipes, out, Console(file=shown, width=200), target, names=["a-s0", "b-s0", "c-s0", "d-s0", "a-s1"])
     stages = {"a-s0": 3, "b-s0": 1, "c-s0": 2, "d-s0": 3, "a-s1": 3}  # the last ones of each
     assert trained == [f"{cell} {stage}" for cell, count in stages.items() for stage in module.STAGES[-count:]]
-    assert shown.getvalue().count("the one of a-s0") == 3 and not list(out.glob("*/*.part"))
-    monkeypatch.setattr(module, "share", lambda *args: None)
+    assert shown.getvalue().count("taken from") == 3 and not list(out.glob("*/*.part"))
+    monkeypatch.setattr(module, "take", lambda *args: False)
     run_grid(recipes, tmp_path / "apart", Console(file=io.StringIO()), target, names=["b-s0"])
     shared, own = (json.loads((o / "b-s0" / "t0" / "results.json").read_text()) for o in (out, tmp_path / "apart"))
     assert [r["overall"]["rounds"] for r in shared["runs"]] == [r["overall"]["rounds"] for r in own["runs"]]
+
+
+def test_only_the_same_is_shared(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    """Not a stage of other rows, of a baseline that came out otherwise, or whose drafter is damaged."""
+    path, corpus, quiet = tmp_path / "grid.yaml", tmp_path / "corpus.jsonl", Console(file=io.StringIO())
+    run_grid({"r-s0": Recipe.model_validate(settings)}, tmp_path / "recording", quiet, target)
+    recorded = (tmp_path / "recording" / "recorded.jsonl").read_text()
+    corpus.write_text(recorded)
+    cells = {name: {"carry": {"interface": "projector", "projector": kind}} for name, kind in zip(
+        "abcd", ["fc_copy", "bottleneck", "bottleneck", "fc_copy"], strict=True)}  # fmt: skip
+    given = {**settings, "data": {**settings["data"], "corpus": str(corpus)}}
+    path.write_text(yaml.safe_dump({**given, "cells": cells, "seeds": [0]}, sort_keys=False))
+    recipes, out = Recipe.load_grid(path), tmp_path / "out"
+
+    def made(cell: str) -> list[str]:
+        """Of each stage the digests of its start and rows."""
+        runs = [json.loads((out / f"{cell}-s0" / stage / "run.json").read_text()) for stage in module.STAGES]
+        return [f"{record['start']} {record['corpus']}" for record in runs]
+
+    run_grid(recipes, out, quiet, target, names=["a-s0", "b-s0"])
+    assert made("a")[:2] == made("b")[:2]  # whatever the carry section says
+    corpus.write_text("".join(recorded.splitlines(keepends=True)[:-1]))
+    run_grid(recipes, out, quiet, target, names=["c-s0"])
+    assert len({line.split()[1] for line in made("c")}) == 1 and made("c")[0] != made("a")[0]
+    with pytest.raises(InputError, match=r"cell a-s0: .*other settings \(corpus\); name another --out, or delete"):
+        run_grid(recipes, out, quiet, target, names=["a-s0"])
+    corpus.write_text(recorded)
+    for cell in "ab":
+        weights = out / f"{cell}-s0" / "continued" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-9])
+    run_grid(recipes, out, quiet, target, names=["d-s0"])
+    assert made("d")[:2] == made("a")[:2] and (out / "d-s0" / "continued" / "train_log.jsonl").exists()
+    assert any((out / "d-s0" / "continued").glob("checkpoint-*")) and not any(
+        (out / "d-s0" / "baseline").glob("check*")
+    )
+
+
+def test_processes_share_a_grid(
+    settings: dict[str, Any], target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another process holds is left to it; a recording is waited for."""
+    path, out, shown = tmp_path / "grid.yaml", tmp_path / "out", io.StringIO()
+    path.write_text(yaml.safe_dump({**settings, "cells": {"a": {}, "b": {}}, "seeds": [0]}))
+    recipes = Recipe.load_grid(path, ["train.steps=1"])
+    (out / "a-s0").mkdir(parents=True)
+    with alone(out / "a-s0"):
+        run_grid(recipes, out, Console(file=shown), target)
+        with pytest.raises(InputError, match=r"another process works on .*a-s0; wait until it ends, or name another"):
+            run(module.shared_corpus(recipes["a-s0"], out / "recorded.jsonl"), out / "a-s0", target=target)
+        with pytest.raises(InputError, match="another process works on"):
+            module.train(recipes["a-s0"], "baseline", out / "a-s0", corpus=out / "recorded.jsonl", target=target)
+    assert "another process is at it" in shown.getvalue() and not any((out / "a-s0").iterdir())
+    assert (out / "b-s0" / "report.html").exists()
+
+    lines, waits = (out / "recorded.jsonl").read_text(), []
+    with (out / "recorded.jsonl").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        real = fcntl.flock
+        monkeypatch.setattr(fcntl, "flock", lambda fd, how: (waits.append(how), held.close(), real(fd, how)))
+        module.record_responses(recipes["a-s0"], target, out / "recorded.jsonl")
+    assert waits == [fcntl.LOCK_EX] and (out / "recorded.jsonl").read_text() == lines
+
+
+def test_a_run_may_be_moved_and_spelled_otherwise(
+    settings: dict[str, Any], target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, quiet = tmp_path / "grid.yaml", Console(file=io.StringIO())
+    path.write_text(yaml.safe_dump({**settings, "cells": {"a": {}}, "seeds": [0]}))
+    monkeypatch.chdir(tmp_path)
+    recipes = Recipe.load_grid(path, ["train.steps=1"])
+    run_grid(recipes, Path("out"), quiet, target)
+    results = (tmp_path / "out" / "grid-t0.json").read_text()
+    monkeypatch.setattr(module, "train", None)
+    run_grid(recipes, tmp_path / "out", quiet, target)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    run_grid(recipes, Path("moved"), quiet, target)
+    before, after = (json.loads(text)["runs"] for text in (results, (tmp_path / "moved/grid-t0.json").read_text()))
+    assert before == after
 
 
 def test_the_start_of_a_finished_baseline_is_not_needed(
@@ -262,7 +342,36 @@ def test_what_is_wrong_with_a_grid_is_named(settings: dict[str, Any], target: Ta
         load(cells={"a": {"drafter": {"layer": 2}}}, seeds=[0])
     with pytest.raises(InputError, match="is a grid"):
         Recipe.load(path)
-    other = load(cells={"a": {}, "b": {"record": {"temperature": 0.0}}}, seeds=[0])
-    with pytest.raises(InputError, match="b-s0 changes target or record"):
-        run_grid(other, tmp_path / "out", target=target)
+    for cell in ("../a", "a/b", "a b", "a-s1", ""):
+        with pytest.raises(InputError, match="cells name folders"):
+            load(cells={cell: {}}, seeds=[0])
+    for seeds in ([], [0, 0], [0, False], [0.0], "0"):
+        with pytest.raises(InputError, match=r"needs seeds, a list of whole numbers|each seed once"):
+            load(cells={"a": {}}, seeds=seeds)
+    with pytest.raises(InputError, match="at least one cell"):
+        load(cells={}, seeds=[0])
+    with pytest.raises(InputError, match="the seeds of a grid are its key seeds"):
+        load(cells={"a": {"seed": 3}}, seeds=[0])
+    load(cells={"a": {}, "b": {}}, seeds=[0, 1])
+    with pytest.raises(InputError, match="the seeds of a grid are its key seeds"):
+        Recipe.load_grid(path, ["seed=3"])
+    assert [r.seed for r in Recipe.load_grid(path, ["seeds=[4]", "train.steps=1"]).values()] == [4, 4]
+    for section, change in {
+        "record": {"record": {"temperature": 0.0}},
+        "evaluate": {"evaluate": {"limit": 2}},
+        r"data\.template": {"data": {"template": {"enable_thinking": False}}},
+    }.items():
+        with pytest.raises(InputError, match=f"b-s0 changes {section}, which"):
+            run_grid(load(cells={"a": {}, "b": change}, seeds=[0]), tmp_path / "out", target=target)
+    absent = {"data": {**settings["data"], "corpus": str(tmp_path / "none.jsonl")}}
+    with pytest.raises(InputError, match=r"cell b-s0: data\.corpus names .*none\.jsonl"):
+        run_grid(load(cells={"a": {}, "b": absent}, seeds=[0]), tmp_path / "out", target=target)
+    absent = {"train": {"eval_steps": 1, "eval_prompts": str(tmp_path / "none.jsonl")}}
+    with pytest.raises(InputError, match=r"cell b-s0: .*none\.jsonl"):
+        run_grid(load(cells={"a": {}, "b": absent}, seeds=[0]), tmp_path / "out", target=target)
     assert not (tmp_path / "out").exists()
+    (tmp_path / "out" / "a-s0").mkdir(parents=True)
+    for damage in (b"", b"target: [", b"\xff"):
+        (tmp_path / "out" / "a-s0" / "recipe.yaml").write_bytes(damage)
+        with pytest.raises(InputError, match=r"cell a-s0: .*recipe\.yaml is damaged"):
+            run_grid(load(cells={"a": {}}, seeds=[0]), tmp_path / "out", target=target)

@@ -10,6 +10,7 @@ Letters: `B` block rows, `M` captured layers. Source: SPEC 0.1 (decisions), 2.3,
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -208,7 +209,7 @@ class EvaluateConfig(Section):
     tasks: tuple[str, ...] | None = None
     limit: Count | None = None
     max_new_tokens: Count = 512
-    temperatures: tuple[NotNegative, ...] = (0.0,)
+    temperatures: Annotated[tuple[NotNegative, ...], Field(min_length=1)] = (0.0,)
     draft_sampling: Literal["greedy", "probabilistic"] = "probabilistic"  # used above temperature 0 (SPEC 0.1 #9)
     carry_off: bool = True  # decode with carryover once more, without its carry
     batch_size: Count = 1  # requests that decode together; 1 measures latency, more is quicker
@@ -252,16 +253,30 @@ class Recipe(Section):
         """The recipes of a file by name. Most hold one, named ``.
 
         A grid holds `cells`, a mapping of names to what each changes, and `seeds`; its recipes are named CELL-sSEED.
-        Overrides apply to all of them.
+        Overrides apply to all of them, but those of `seeds` and `cells` to the grid.
         """
         raw = _read(path)
         if not {"cells", "seeds"} & raw.keys():
             return {"": cls._resolved(raw, path, overrides)}
+        of_grid = [override for override in overrides if override.partition("=")[0].split(".")[0] in ("cells", "seeds")]
+        overrides = [override for override in overrides if override not in of_grid]
+        for override in of_grid:
+            _override(raw, override)
         cells, seeds = raw.pop("cells", None), raw.pop("seeds", None)
         if not isinstance(cells, dict) or not all(isinstance(change, dict) for change in cells.values()):
             raise InputError(f"recipe {path}: cells must map names to the keys that each cell changes.")
-        if not isinstance(seeds, list) or not seeds:
-            raise InputError(f"recipe {path}: a grid needs seeds, a list of numbers.")
+        for cell in cells:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(cell)) or re.search(r"-s\d+$", str(cell)):
+                raise InputError(
+                    f"recipe {path}: cells name folders, CELL-sSEED, so {cell!r} must be of letters, digits, dots, "
+                    "dashes and underscores, and not end like a seed."
+                )
+        if not isinstance(seeds, list) or not seeds or not all(type(seed) is int for seed in seeds):
+            raise InputError(f"recipe {path}: a grid needs seeds, a list of whole numbers.")
+        if not cells or len(set(seeds)) < len(seeds):
+            raise InputError(f"recipe {path}: a grid needs at least one cell, and each seed once.")
+        if any("seed" in change for change in cells.values()) or any(o.partition("=")[0] == "seed" for o in overrides):
+            raise InputError(f"recipe {path}: the seeds of a grid are its key seeds (--set seeds=[0,1]), not seed.")
         return {
             f"{cell}-s{seed}": cls._resolved(_merged(raw, {**change, "seed": seed}), path, overrides, f"cell {cell}: ")
             for seed in seeds

@@ -32,12 +32,12 @@ from .data.record import record
 from .decode.sampling import Sampling
 from .errors import InputError
 from .evaluate.run import Plan, evaluate
-from .files import write_text
+from .files import Busy, alone, write_text
 from .formats import load_drafter
 from .formats.files import locate
 from .report import grid, write_report
-from .target import Target
-from .train.trainer import default_device, differences, stage_settings, start_drafter, train
+from .target import Target, default_device
+from .train.trainer import RUN, changed, differences, prepare, stage_settings, start_drafter, train
 
 STAGES: tuple[Stage, ...] = ("baseline", "continued", "carryover")
 FINISHED, RECIPE = "finished", "recipe.yaml"
@@ -50,25 +50,48 @@ class Step(NamedTuple):
     call: Callable[[], object]
 
 
-def run(recipe: Recipe, out: Path, console: Console | None = None, target: Target | None = None) -> Path:
+def run(
+    recipe: Recipe,
+    out: Path,
+    console: Console | None = None,
+    target: Target | None = None,
+    cells: Sequence[Path] = (),
+    recorded: Path | None = None,
+) -> Path:
     """Runs what `out` does not hold yet and returns the path of the report page.
 
-    Raises InputError when `out` belongs to another recipe or the recipe does not say what to evaluate.
+    cells: folders of other runs, whose stages are taken over where they would be the same. recorded: the responses of a
+    grid, which the recipe names as its corpus. Raises InputError when `out` belongs to another recipe or another
+    process works on it, or when the recipe names something that is not there.
     """
     console = console or Console()
-    check_owner(out, recipe)
-    plan(recipe)  # what cannot work is better known now than at the end, and than when `out` has been claimed
-    held_out(recipe)
-    if not recipe.data.corpus:
-        asked(recipe)
+    check(recipe, out, recorded)
     target = target or Target.load(recipe.target, recipe.target_dtype, default_device())
     check_start(recipe, out, target)
     out.mkdir(parents=True, exist_ok=True)
-    write_text(out / RECIPE, recipe.to_yaml())
-    for number, step in enumerate(steps(recipe, out, target), 1):
-        with announced(console, f"{number}. {step.title}"):
-            step.call()
-    return write_report(out)
+    with alone(out):
+        write_text(out / RECIPE, recipe.to_yaml())
+        for number, step in enumerate(steps(recipe, out, target, cells, console), 1):
+            with announced(console, f"{number}. {step.title}"):
+                step.call()
+        return write_report(out)
+
+
+def check(recipe: Recipe, out: Path, recorded: Path | None = None) -> None:
+    """Raises InputError for what would stop a run later: better before `out` is claimed and hours are spent. Arguments
+    as of `run`."""
+    check_owner(out, recipe, recorded)
+    plan(recipe)
+    held_out(recipe)
+    if not recipe.data.corpus:
+        asked(recipe)
+    for path in recipe.data.corpus:
+        if Path(path) != recorded and not Path(path).exists():
+            raise InputError(f"data.corpus names {path}, which does not exist.")
+    for name in STAGES:
+        settings: StageConfig = getattr(recipe.train, name)
+        if settings.eval_steps and settings.eval_prompts:
+            load_prompts(settings.eval_prompts)
 
 
 def chosen(recipes: Mapping[str, Recipe], cells: Sequence[str]) -> list[str]:
@@ -79,7 +102,9 @@ def chosen(recipes: Mapping[str, Recipe], cells: Sequence[str]) -> list[str]:
     named = {name: {name, name.rpartition("-s")[0]} for name in recipes if name}
     for cell in cells:
         if not any(cell in names for names in named.values()):
-            there = f"the cells are {', '.join(named)}" if named else "this recipe is no grid"
+            kinds = ", ".join(dict.fromkeys(name.rpartition("-s")[0] for name in named))
+            seeds = ", ".join(dict.fromkeys(f"-s{name.rpartition('-s')[2]}" for name in named))
+            there = f"the cells are {kinds}, each alone or with {seeds}" if named else "this recipe is no grid"
             raise InputError(f"there is no cell {cell!r}; {there}.")
     return [name for name, names in named.items() if names & set(cells)] if cells else list(recipes)
 
@@ -92,77 +117,106 @@ def run_grid(
     names: Sequence[str] | None = None,
 ) -> Path:
     """Runs recipes of a grid in `out/NAME`, those in `names` or all, and returns the path of the table of all that are
-    finished: processes with cells of their own may share `out` once its responses are recorded.
+    finished. Several processes may share `out`: one records, and a cell that one is at is left to it by the others.
 
-    They share the target and what it answered, so these sections must agree, and stages that would be the same. Raises
-    InputError otherwise, or as `run`.
+    Cells share the target, what it answered, what they are evaluated on, and stages that would be the same. Raises
+    InputError where the first three differ, or as `run`.
     """
     names = list(recipes) if names is None else names
     console = console or Console()
     first = next(iter(recipes.values()))
     for name, recipe in recipes.items():
-        if (recipe.target, recipe.target_dtype, recipe.record) != (first.target, first.target_dtype, first.record):
-            raise InputError(f"the cell {name} changes target or record, which all cells of a grid share.")
-        check_owner(out / name, shared_corpus(recipe, out))
-        plan(recipe)
-        held_out(recipe)
+        for section in ("target", "target_dtype", "record", "evaluate"):
+            if getattr(recipe, section) != getattr(first, section):
+                raise InputError(f"the cell {name} changes {section}, which all cells of a grid share.")
+        if recipe.data.template != first.data.template:
+            raise InputError(f"the cell {name} changes data.template, which all cells of a grid share.")
+    recorded = out / "recorded.jsonl"
+    for name in names:
+        with of_cell(name):
+            check(shared_corpus(recipes[name], recorded), out / name, recorded)
     target = target or Target.load(first.target, first.target_dtype, default_device())
-    for name, recipe in recipes.items():
-        check_start(recipe, out / name, target)
-    if not first.data.corpus:
-        asked(first)
+    for name in names:
+        with of_cell(name):
+            check_start(recipes[name], out / name, target)
+    if unrecorded := [recipe for recipe in recipes.values() if not recipe.data.corpus]:
+        asked(unrecorded[0])
         out.mkdir(parents=True, exist_ok=True)
-        with announced(console, recording(first)):
-            record_responses(first, target, out / "recorded.jsonl")
+        with announced(console, recording(unrecorded[0])):
+            record_responses(unrecorded[0], target, recorded)
     for number, name in enumerate(names, 1):
         console.print(f"[bold]cell {number} of {len(names)}: {name}")
-        share(recipes, out, name, console)
-        run(shared_corpus(recipes[name], out), out / name, console, target)
+        others = [out / cell for cell in recipes if cell != name]
+        try:
+            with of_cell(name):
+                run(shared_corpus(recipes[name], recorded), out / name, console, target, others, recorded)
+        except Busy:
+            console.print("another process is at it")
+            continue
         grid.write(out, list(recipes))
     return out / grid.TABLE
 
 
-def share(recipes: Mapping[str, Recipe], out: Path, name: str, console: Console) -> None:
-    """Copies to a cell the stages without carry that another cell has finished and that would be the same there: what
-    sets cells apart is often only the carry interface."""
-
-    def settings(cell: str, stages: Sequence[Stage]) -> list[dict[str, Any]]:
-        return [stage_settings(recipes[cell], stage) for stage in stages]
-
-    for stages in (STAGES[:1], STAGES[:2]):  # `continued` depends on its baseline
-        mine = out / name / stages[-1]
-        same = (cell for cell in recipes if cell != name and settings(cell, stages) == settings(name, stages))
-        done = next((cell for cell in same if (out / cell / stages[-1] / FINISHED).exists()), None)
-        if done is not None and not mine.exists():
-            partial = mine.with_name(f"{mine.name}.part")  # a copy that is cut short must not look finished
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(out / done / stages[-1], partial, ignore=shutil.ignore_patterns("checkpoint-*"))
-            os.replace(partial, mine)
-            console.print(f"[dim]{stages[-1]}: the one of {done}")
+@contextmanager
+def of_cell(name: str) -> Iterator[None]:
+    """Says which cell an error is about."""
+    try:
+        yield
+    except Busy:
+        raise
+    except InputError as error:
+        raise InputError(f"cell {name}: {error}") from error
 
 
 def check_start(recipe: Recipe, out: Path, target: Target) -> None:
     """Raises InputError when the baseline is still to be trained and cannot begin as the recipe says."""
-    if not (out / "baseline" / FINISHED).exists():
+    if not finished(out / "baseline"):
         start_drafter(recipe, "baseline", target, None)
 
 
-def shared_corpus(recipe: Recipe, out: Path) -> Recipe:
+def shared_corpus(recipe: Recipe, recorded: Path) -> Recipe:
     """A cell's recipe, reading what the grid recorded."""
     if recipe.data.corpus:
         return recipe
-    data = recipe.data.model_copy(update={"corpus": (str(out / "recorded.jsonl"),)})
+    data = recipe.data.model_copy(update={"corpus": (str(recorded),)})
     return recipe.model_copy(update={"data": data})
 
 
-def plan(recipe: Recipe) -> list[str]:
-    """What `run` would do, one line a step; nothing is loaded."""
-    return [step.title for step in steps(recipe, Path(), None)]
+def plan(recipe: Recipe, out: Path | None = None) -> list[str]:
+    """What `run` would do, one line a step; nothing is loaded. out: says as well which stages are there."""
+    there = [f"{name}:" for name in STAGES if out and finished(out / name)]
+    titles = [step.title for step in steps(recipe, out or Path(), None)]
+    return [f"{title} (there already)" if title.startswith(tuple(there)) else title for title in titles]
+
+
+def plan_grid(recipes: Mapping[str, Recipe], out: Path, names: Sequence[str]) -> list[str]:
+    """What `run_grid` would do: the recording, each cell with the stages that are there or that another one makes as
+    well, and its steps where they are not those of the cell before."""
+    unrecorded = [recipe for recipe in recipes.values() if not recipe.data.corpus]
+    lines, told = [f"once: {recording(recipe)}" for recipe in unrecorded[:1]], list[str]()
+    for number, name in enumerate(names):
+        there = {stage for stage in STAGES if finished(out / name / stage)}
+        notes = [f"{stage} is there already" for stage in STAGES if stage in there]
+        for stages in (STAGES[:1], STAGES[:2]):  # `continued` depends on its baseline
+            mine = [stage_settings(recipes[name], stage) for stage in stages]
+            for cell in recipes if stages[-1] not in there else ():
+                made = cell in names[:number] or (cell != name and finished(out / cell / stages[-1]))
+                if made and [stage_settings(recipes[cell], stage) for stage in stages] == mine:
+                    notes.append(f"{stages[-1]} is taken from {cell}")
+                    break
+        lines.append(": ".join(filter(None, (f"cell {name}", ", ".join(notes)))))
+        mine_too = steps(shared_corpus(recipes[name], out / "recorded.jsonl"), out / name, None)
+        titles = [f"  {i}. {step.title}" for i, step in enumerate(mine_too, 1)]
+        lines += titles if titles != told else []
+        told = titles
+    return lines
 
 
 def missing(recipe: Recipe) -> list[str]:
     """The prompt files, corpora and drafters that it names and that do not exist."""
-    named = recipe.data.corpus or recipe.record.prompts
+    stages: list[StageConfig] = [getattr(recipe.train, name) for name in STAGES]
+    named = [*(recipe.data.corpus or recipe.record.prompts)]
+    named += [path for stage in stages if stage.eval_steps for path in stage.eval_prompts or ()]
     absent = [path for path in (*named, *recipe.evaluate.prompts) if path not in SUITES and not Path(path).exists()]
     start = recipe.drafter.start_drafter
     if start is not None:
@@ -173,7 +227,13 @@ def missing(recipe: Recipe) -> list[str]:
     return absent
 
 
-def steps(recipe: Recipe, out: Path, target: Target | None) -> list[Step]:
+def steps(
+    recipe: Recipe,
+    out: Path,
+    target: Target | None,
+    cells: Sequence[Path] = (),
+    console: Console | None = None,
+) -> list[Step]:
     """The steps of a recipe in order. target: None where they are only named."""
     if not recipe.evaluate.prompts:
         raise InputError("evaluate.prompts is empty; name held-out prompts, or use `record`, `train` and `evaluate`.")
@@ -188,9 +248,12 @@ def steps(recipe: Recipe, out: Path, target: Target | None) -> list[Step]:
         settings: StageConfig = getattr(recipe.train, name)
         length = f"{settings.steps} steps" if settings.steps else f"{settings.epochs:g} epochs"
         what = {"baseline": "without carry", "continued": "the control, without carry", "carryover": "with carry"}
+        others = [cell / name for cell in cells]
         todo.append(Step(
             f"{name}: {what[name]}, {length} of {settings.batch_size * settings.accumulation} rows",
-            lambda name=name, start=start: stage(recipe, name, out / name, _there(target), corpus, start),  # type: ignore[misc]
+            lambda name=name, start=start, others=others: stage(  # type: ignore[misc]
+                recipe, name, out / name, _there(target), corpus, start, others, console
+            ),
         ))  # fmt: skip
     for temperature in recipe.evaluate.temperatures:
         todo.append(Step(
@@ -205,14 +268,20 @@ def _there(target: Target | None) -> Target:
     return target
 
 
-def check_owner(out: Path, recipe: Recipe) -> None:
-    """Raises InputError when `out` is a file or holds a run of another recipe."""
+def check_owner(out: Path, recipe: Recipe, recorded: Path | None = None) -> None:
+    """Raises InputError when `out` is a file or holds a run of another recipe. recorded: as of `run`; however it is
+    spelled, it is the same grid's."""
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; name a folder as --out.")
     path = out / RECIPE
     if path.exists():
-        began = completed(Recipe, yaml.safe_load(path.read_text(encoding="utf-8")))
-        changed = differences(began, recipe.model_dump(mode="json"))
+        try:
+            began = completed(Recipe, yaml.safe_load(path.read_text(encoding="utf-8")))
+            changed = differences(began, recipe.model_dump(mode="json"))
+        except (yaml.YAMLError, UnicodeDecodeError, TypeError, AttributeError) as error:
+            raise InputError(f"{path} is damaged; restore it, or delete {out}.") from error
+        if recorded is not None and recipe.data.corpus == (str(recorded),):
+            changed = [name for name in changed if name != "data.corpus"]
         if changed:
             raise InputError(f"{out} holds a run of another recipe ({', '.join(changed)}); name another --out.")
 
@@ -230,14 +299,63 @@ def record_responses(recipe: Recipe, target: Target, out: Path) -> None:
 
 
 def stage(
-    recipe: Recipe, name: Stage, out: Path, target: Target, corpus: Path | None, start: Path | None = None
+    recipe: Recipe,
+    name: Stage,
+    out: Path,
+    target: Target,
+    corpus: Path | None,
+    start: Path | None = None,
+    others: Sequence[Path] = (),
+    console: Console | None = None,
 ) -> Path:
-    """Trains a stage unless it is finished, going on from what an interrupted run left."""
-    finished = out / FINISHED
-    if not finished.exists():
-        train(recipe, name, out, start, resume=True, corpus=corpus, target=target)
-        finished.touch()
+    """Trains a stage unless it is finished, going on from what an interrupted run left, or takes it from one of
+    `others` that has the same record: the same settings, starting weights and rows.
+
+    Raises InputError when a finished one has another record.
+    """
+    console = console or Console()
+    if finished(out):
+        if name == "baseline" and recipe.drafter.start_drafter is not None:  # which nobody needs any more
+            return out
+        if found := changed(out, prepare(recipe, name, target, start, corpus)[2]):
+            raise InputError(
+                f"{out} was trained with other settings ({', '.join(found)}); name another --out, or delete "
+                f"{out.parent}."
+            )
+        console.print("[dim]there already")
+        return out
+    if not out.exists():
+        for other in filter(finished, others):
+            if take(other, out, prepare(recipe, name, target, start, corpus)[2]):
+                console.print(f"[dim]taken from {other}")
+                return out
+    train(recipe, name, out, start, resume=True, corpus=corpus, target=target)
+    (out / FINISHED).touch()
     return out
+
+
+def take(other: Path, out: Path, record: Mapping[str, Any]) -> bool:
+    """Copies a finished stage if this is its record and its drafter is sound; without its checkpoints."""
+    if not (other / RUN).exists() or changed(other, dict(record)):
+        return False
+    try:
+        load_drafter(other)
+    except InputError:
+        return False
+    partial = out.with_name(f"{out.name}.part")  # a copy that is cut short must not look finished
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        shutil.copytree(other, partial, ignore=shutil.ignore_patterns("checkpoint-*"))
+        os.replace(partial, out)
+    except OSError as error:  # shutil.Error is one
+        shutil.rmtree(partial, ignore_errors=True)
+        raise InputError(f"{other} could not be copied to {out.parent}: {error}.") from error
+    return True
+
+
+def finished(stage: Path) -> bool:
+    """Whether the folder of a stage holds a drafter that `run` has trained to the end."""
+    return (stage / FINISHED).exists()
 
 
 def asked(recipe: Recipe) -> list[Prompt]:

@@ -11,6 +11,7 @@ layers, `D` target hidden size, `V` vocabulary. Source: SPEC 1.2, 6.2 (stage 0 a
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,11 @@ class TargetOutput(NamedTuple):
 def _check_family(family: str) -> None:
     if family not in FAMILIES:
         raise InputError(f"the target family {family!r} is not supported; supported are {', '.join(FAMILIES)}.")
+
+
+def default_device() -> str:
+    """This process's GPU, where transformers' Trainer puts the drafter as well, or the CPU."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
 def _check_device(device: str | torch.device) -> None:

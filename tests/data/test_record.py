@@ -170,6 +170,10 @@ def test_another_recording_is_refused_and_untouched(target, tmp_path):
         run(target, out, prompts(3), seed=5)
     assert (out.read_bytes(), manifest_path(out).read_bytes()) == before
 
+    out.write_bytes(before[0] + before[0])
+    with pytest.raises(InputError, match="answers 'p0' a second time; take one of the two lines out"):
+        run(target, out, prompts(3))
+    out.write_bytes(before[0])
     manifest_path(out).unlink()
     with pytest.raises(InputError, match="without a manifest"):
         run(target, out, prompts(3))

@@ -114,6 +114,7 @@ def test_what_cannot_be_diagnosed(target: Target, tmp_path: Path) -> None:
     refused([BASE, CARRY], "runs/base has no carry")
     refused([CARRY, ("b8", random_drafter(1, block_size=8))], r"has blocks of 5 \(fill_in\), but the baseline b8 has")
     refused([CARRY, ("n", random_drafter(1, block_size=5, slots="next_token"))], r"has blocks of 5 \(next_token\)")
+    refused([CARRY, CARRY], "runs/carry carries itself; name the drafter it started from")
     refused([CARRY, BASE], "no draft had carry rows", plan=Plan(max_new_tokens=2))
     (tmp_path / "file").write_text("mine")
     with pytest.raises(InputError, match="is a file"):

@@ -218,15 +218,24 @@ def test_other_settings_are_refused(target: Target, drafters: dict[str, Drafter]
     with pytest.raises(InputError, match="other settings \\(prompts "):
         evaluate(target, drafters, PROMPTS[:2], tmp_path, PLAN, progress=False)
     other = {**drafters, "runs/base": drafter_for(target, 9)}
-    with pytest.raises(InputError, match="other settings \\(drafters "):
+    with pytest.raises(InputError, match=r"other settings \(drafters\.runs/base "):
         evaluate(target, other, PROMPTS[:1], tmp_path, PLAN, progress=False)
+
+
+def test_the_same_drafters_elsewhere_go_on(target: Target, drafters: dict[str, Drafter], tmp_path: Path) -> None:
+    before = evaluate(target, drafters, PROMPTS[:1], tmp_path, PLAN, progress=False)
+    (tmp_path / "results.json").write_text("{")  # the trace has everything
+    moved = {path.replace("runs", "elsewhere"): drafter for path, drafter in drafters.items()}
+    after = evaluate(target, moved, PROMPTS[:1], tmp_path, PLAN, progress=False)
+    assert [run["overall"] for run in after["runs"]] == [run["overall"] for run in before["runs"]]
+    assert after["runs"][1]["drafter"] == "elsewhere/base"
 
 
 def test_refusal_keeps_what_was_measured(target: Target, drafters: dict[str, Drafter], tmp_path: Path) -> None:
     evaluate(target, drafters, PROMPTS[:1], tmp_path, PLAN, progress=False)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     more = {**drafters, "runs/another": drafter_for(target, 9)}
-    with pytest.raises(InputError, match=r"other settings \(drafters .*; methods "):
+    with pytest.raises(InputError, match=r"other settings \(drafters\.runs/another None, now .*; methods "):
         evaluate(target, more, PROMPTS[:1], tmp_path, PLAN, progress=False)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     settings = tmp_path / "settings.json"

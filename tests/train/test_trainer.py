@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from carryover.decode.engine import Engine
 from carryover.drafter.modeling import Drafter
 from carryover.errors import InputError
 from carryover.formats import load_drafter
-from carryover.target import Target
-from carryover.train.trainer import default_device, last_checkpoint, train, with_carry
+from carryover.target import Target, default_device
+from carryover.train.trainer import last_checkpoint, train, with_carry
 
 
 @pytest.fixture(scope="module")
@@ -369,3 +370,45 @@ def test_the_target_is_loaded_beside_the_drafter(monkeypatch: pytest.MonkeyPatch
     assert default_device() == "cuda:0"
     monkeypatch.setenv("LOCAL_RANK", "3")  # as torchrun sets it
     assert default_device() == "cuda:3"
+
+
+def test_a_random_interface_depends_on_the_seed_alone(target: Target, corpus: Path, tmp_path: Path) -> None:
+    """A bottleneck's: whatever drew random numbers before, and an interrupted stage goes on."""
+    r = recipe(corpus, tmp_path, steps=4, save_steps=2)
+    r = r.model_copy(update={"carry": CarryConfig(interface="projector", projector="bottleneck")})
+    base = train(r, "baseline", tmp_path / "base", target=target, progress=False)
+    drafter = Drafter.from_pretrained(base)
+    torch.manual_seed(1)
+    first = with_carry(drafter, r).state_dict()
+    torch.manual_seed(2)
+    assert equal(with_carry(drafter, r).state_dict(), first)
+    whole = train(r, "carryover", tmp_path / "whole", base, target=target, progress=False)
+    shutil.copytree(whole, tmp_path / "cut", ignore=shutil.ignore_patterns("checkpoint-4"))
+    (tmp_path / "cut" / "model.safetensors").unlink()
+    cut = train(r, "carryover", tmp_path / "cut", base, resume=True, target=target, progress=False)
+    assert equal(weights(cut), weights(whole))
+
+
+def test_training_that_diverges_stops(target: Target, corpus: Path, tmp_path: Path) -> None:
+    r = recipe(corpus, tmp_path, learning_rate=1e30, max_grad_norm=1e30)
+    with pytest.raises(InputError, match=r"training diverged: .* is (nan|inf) at step \d; lower the learning rate"):
+        train(r, "baseline", tmp_path / "out", target=target, progress=False)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_missing_development_file_is_named_before_the_folder_is_claimed(
+    target: Target, corpus: Path, tmp_path: Path
+) -> None:
+    r = recipe(corpus, tmp_path, eval_steps=2, eval_prompts=str(tmp_path / "none.jsonl"))
+    with pytest.raises(InputError, match=r"none\.jsonl"):
+        train(r, "baseline", tmp_path / "out", target=target, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_others_may_read_a_drafter(target: Target, corpus: Path, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        out = train(recipe(corpus, tmp_path, steps=1), "baseline", tmp_path / "out", target=target, progress=False)
+    finally:
+        os.umask(before)
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644

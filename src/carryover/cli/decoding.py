@@ -61,7 +61,7 @@ def generate(
     trace: Annotated[Path | None, typer.Option(help="Write the rounds here, one JSON object a line.")] = None,
     template: TemplateOption = "{}",
     dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
+    device: DeviceOption = None,
     compile: CompileOption = False,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,

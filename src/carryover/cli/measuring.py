@@ -75,7 +75,7 @@ def evaluate(
     ] = False,
     template: TemplateOption = "{}",
     dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
+    device: DeviceOption = None,
     compile: CompileOption = False,
     engine: Annotated[
         Literal["embedded", "vllm"], typer.Option("--engine", help="What decodes: this project's engine, or vLLM.")
@@ -148,7 +148,7 @@ def diagnose(
     seed: SeedOption = 0,
     template: TemplateOption = "{}",
     dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
+    device: DeviceOption = None,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -67,7 +67,9 @@ TargetOption = Annotated[str, typer.Option("--target", help="Target model: a fol
 DtypeOption = Annotated[
     Literal["auto", "float32", "bfloat16"], typer.Option("--dtype", help="Of target and drafter; auto: as stored.")
 ]
-DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; default: a GPU where there is one.")
+]
 PromptsOption = Annotated[
     list[str],
     typer.Option("--prompts", help="JSONL file, folder of them, or a packaged suite; repeatable."),
@@ -113,10 +115,10 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def loaded_target(name: str, dtype: str = "auto", device: str = "cpu") -> Target:
-    from ..target import Target
+def loaded_target(name: str, dtype: str = "auto", device: str | None = None) -> Target:
+    from ..target import Target, default_device
 
-    return Target.load(name, dtype, device)
+    return Target.load(name, dtype, device or default_device())
 
 
 def loaded_drafter(path: str, target: Target) -> Drafter:

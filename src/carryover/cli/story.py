@@ -50,7 +50,7 @@ def run(
 
     A recipe with `cells` and `seeds` is a grid: all of that for each of them, and one table."""
     from ..config import Recipe
-    from ..run import check_owner, chosen, missing, plan, run_grid, shared_corpus
+    from ..run import check_owner, chosen, missing, plan, plan_grid, run_grid, shared_corpus
     from ..run import run as run_recipe
 
     quiet()
@@ -59,11 +59,13 @@ def run(
     if dry_run:
         for name in names:
             resolved = recipes[name]
-            check_owner(out / name, shared_corpus(resolved, out) if name else resolved)
-            if name:
-                typer.echo(f"cell {name}")
-            for number, title in enumerate(plan(resolved), 1):
-                typer.echo(f"{number}. {title}")
+            recorded = out / "recorded.jsonl" if name else None
+            check_owner(out / name, shared_corpus(resolved, recorded) if recorded else resolved, recorded)
+        if "" in recipes:
+            steps = [f"{number}. {title}" for number, title in enumerate(plan(recipes[""], out), 1)]
+        else:
+            steps = plan_grid(recipes, out, names)
+        typer.echo("\n".join(steps))
         for path in dict.fromkeys(path for name in names for path in missing(recipes[name])):
             typer.echo(f"note: there is no {path} yet")
         return

@@ -48,7 +48,7 @@ def record(
     template: TemplateOption = "{}",
     engine: Annotated[Literal["transformers"], typer.Option(help="What generates the responses.")] = "transformers",
     dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
+    device: DeviceOption = None,
     threads: ThreadsOption = None,
     debug: DebugOption = False,
 ) -> None:

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..decode.engine import Engine, Request
 from ..decode.sampling import Sampling
 from ..errors import InputError
-from ..files import write_text
+from ..files import alone, write_text
 from ..target import Target
 from .chat import Options, conversation, render_prompt, template_fingerprint
 from .jsonl import read_jsonl
@@ -97,9 +97,10 @@ def record(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InputError(f"two responses would have the id {twice!r} (turn N of a prompt is ID#N); rename a prompt.")
-    answers = _open_recording(out, manifest)
-    found, written, too_long = len(answers), 0, 0
-    with out.open("ab") as file, _bar(progress) as bar:
+    _check_place(out, manifest)
+    with out.open("ab") as file, alone(out, wait=True), _bar(progress) as bar:
+        answers = _answers(out)
+        found, written, too_long = len(answers), 0, 0
         task = bar.add_task("recording", total=sum(len(p.turns) for p in prompts), tokens=0)
         for turn in range(max((len(p.turns) for p in prompts), default=0)):
             if turn:
@@ -202,8 +203,8 @@ def read_manifest(recording: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def _open_recording(out: Path, manifest: dict[str, Any]) -> dict[str, str]:
-    """Prepares `out` for appending and returns the responses it holds, by id."""
+def _check_place(out: Path, manifest: dict[str, Any]) -> None:
+    """Raises InputError unless responses can be added to `out`; a new one gets its manifest."""
     if out.is_dir():
         raise InputError(f"{out} is a folder; name a file in it, such as {out / 'recorded.jsonl'}.")
     if out.suffix == ".gz":
@@ -214,20 +215,24 @@ def _open_recording(out: Path, manifest: dict[str, Any]) -> dict[str, str]:
             raise InputError(f"{out} exists without a manifest, so nothing says what recorded it; name another --out.")
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(manifest_path(out), json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-        return {}
+        return
     for key in manifest.keys() - set(DESCRIPTIVE):
         if before.get(key) != manifest[key]:
             raise InputError(
                 f"{out} was recorded with {key} {before.get(key)!r}, not {manifest[key]!r}; name another --out "
                 "(nothing was changed)."
             )
-    if not out.exists():
-        return {}
+
+
+def _answers(out: Path) -> dict[str, str]:
+    """The responses that `out` holds, by id; what a kill left of a line is dropped."""
     _drop_torn_line(out)
     answers = {}
     for where, row in read_jsonl(out):
         if not {"id", "response"} <= row.keys():
             raise InputError(f"{where} is no recorded response (it has no id or no response); restore or delete it.")
+        if str(row["id"]) in answers:
+            raise InputError(f"{where} answers {row['id']!r} a second time; take one of the two lines out.")
         answers[str(row["id"])] = str(row["response"])
     return answers
 

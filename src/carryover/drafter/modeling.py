@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from ..errors import InputError
+from ..files import let_others_read
 from ..rows import DrafterRule, Rows, dense, flex
 from .backbone import DraftLayer, DraftRotaryEmbedding, KeyValues, Mask, RowKeyValues
 from .config import DrafterConfig
@@ -219,6 +221,8 @@ class Drafter(PreTrainedModel):
         """As transformers does, however the weights lie in memory."""
         tensors = {name: tensor.contiguous() for name, tensor in (state_dict or self.state_dict()).items()}
         super().save_pretrained(folder, is_main_process, tensors, **kwargs)
+        if is_main_process:
+            let_others_read(Path(folder))
 
     @classmethod
     def from_tensors(cls, config: DrafterConfig, tensors: dict[str, Tensor]) -> Drafter:

@@ -85,6 +85,8 @@ def check_pair(drafter: tuple[str, Drafter], baseline: tuple[str, Drafter]) -> N
         raise InputError(f"{path} has no carry; name a drafter of the carryover stage as --drafter.")
     if a.config.hints:
         raise InputError(f"{path} carries token hints, and diagnose looks at carry rows; evaluate it with --carry-off.")
+    if b.config.carry != "none":
+        raise InputError(f"{baseline_path} carries itself; name the drafter it started from, or `continued`.")
     shapes = [f"blocks of {d.config.block_size} ({d.config.slots})" for d in (a, b)]
     if shapes[0] != shapes[1]:
         raise InputError(f"{path} has {shapes[0]}, but the baseline {baseline_path} has {shapes[1]}.")
@@ -181,7 +183,7 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
     """The finished prompts by id; a last line torn by a kill is removed from the file."""
     if not path.exists():
         return {}
-    lines, records = path.read_text(encoding="utf-8").splitlines(keepends=True), {}
+    lines, records = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), {}
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)

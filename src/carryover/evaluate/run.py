@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -169,8 +169,9 @@ def evaluate(
                 advance()
     results = results_of(target, methods, prompts, done, plan, session)
     if "engine_counters" not in results and (out / "results.json").exists():  # of the session that decoded
-        before = json.loads((out / "results.json").read_text())
-        results |= {key: before[key] for key in ("engine_counters",) if key in before}
+        with suppress(ValueError):  # damaged: the trace has everything else
+            before = json.loads((out / "results.json").read_text(encoding="utf-8"))
+            results |= {key: before[key] for key in ("engine_counters",) if key in before}
     write_text(out / "results.json", json.dumps(results, indent=1) + "\n")
     return results
 
@@ -290,9 +291,18 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any] | Non
         before, _ = defaults | record["settings"], record["environment"]["sessions"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged; restore it, or name another --out.") from error
-    changed = [k for k, v in settings.items() if before.get(k) != json.loads(json.dumps(v))]
+    changed = []
+    for key, value in json.loads(json.dumps(settings)).items():
+        there = before.get(key)
+        if isinstance(there, dict) and isinstance(value, dict):
+            if key == "drafters" and list(there.values()) == list(value.values()):
+                continue  # the same drafters, wherever they lie
+            changed += [f"{key}.{k} {there.get(k)!r}, now {value.get(k)!r}" for k in sorted(there.keys() | value.keys())
+                        if there.get(k) != value.get(k)]  # fmt: skip
+        elif there != value:
+            changed.append(f"{key} {there!r}, now {value!r}")
     if changed:
-        was = "; ".join(f"{k} {before.get(k)!r}, now {settings[k]!r}" for k in changed)
+        was = "; ".join(changed)
         raise InputError(
             f"{path.parent} holds an evaluation with other settings ({was}); name another --out, or delete it."
         )

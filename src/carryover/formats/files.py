@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import InputError
-from ..files import write_text
+from ..files import let_others_read, write_text
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PACKAGED = Path(__file__).parents[1] / "drafters"  # those that ship with this package, a folder each
@@ -103,6 +103,7 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
     part = path.with_name(path.name + ".part")
     save_file({name: t.detach().contiguous() for name, t in tensors.items()}, part, metadata={"format": "pt"})
     os.replace(part, path)
+    let_others_read(path.parent)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import InputError
+from ..files import write_text
 from . import language
 from .language import TASKS, Example, Rates
 
@@ -54,12 +55,17 @@ def lab_prompts(
 
 
 def write_prompts(out: Path, train: int = 4000, held_out: int = 400, seed: int = 0) -> tuple[Path, Path]:
-    """Writes `train_prompts.jsonl` and `eval_prompts.jsonl` to the folder `out`; no prompt is in both."""
+    """Writes `train_prompts.jsonl` and `eval_prompts.jsonl` to the folder `out`; no prompt is in both.
+
+    Raises InputError where one of them is there and holds other prompts.
+    """
     out.mkdir(parents=True, exist_ok=True)
     paths = out / "train_prompts.jsonl", out / "eval_prompts.jsonl"
     for path, split, n in zip(paths, ("train", "eval"), (train, held_out), strict=True):
-        rows = lab_prompts(split, n, seed)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        text = "".join(json.dumps(row) + "\n" for row in lab_prompts(split, n, seed))
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise InputError(f"{path} holds other prompts than these {n}; name another --out, or delete it.")
+        write_text(path, text)
     return paths
 
 

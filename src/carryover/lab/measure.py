@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ..files import let_others_read
 from . import language
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ def save_target(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     model.save_pretrained(out)
+    let_others_read(out)
     tokenizer.save_pretrained(out)
     figures = measure(model.float().eval(), tokenizer, per_task, rates=recipe.rates)
     say(table(figures))

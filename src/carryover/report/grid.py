@@ -7,6 +7,7 @@ carryover / continued and carryover / start of the same cell and seed. The forma
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -28,7 +29,8 @@ Json = dict[str, Any]
 def write(out: Path, names: Sequence[str]) -> None:
     """Writes `grid-tT.json` for every temperature T there are evaluations at, and `grid.md`, from what is finished."""
     pages = []
-    temperatures = {path.parent.name for name in names for path in (out / name).glob("t*/results.json")}
+    folders = {path.parent.name for name in names for path in (out / name).glob("t*/results.json")}
+    temperatures = [folder for folder in folders if re.fullmatch(r"t[0-9.e-]*[0-9]", folder)]  # others are the user's
     for temperature in sorted(temperatures, key=lambda t: float(t[1:])):
         results = joined(out, names, temperature)
         write_text(out / f"grid-{temperature}.json", json.dumps(results, indent=1) + "\n")

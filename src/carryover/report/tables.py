@@ -48,6 +48,7 @@ def gains_table(results: Mapping[str, Any], overall_only: bool = False) -> Table
 def diagnostics_tables(d: Mapping[str, Any]) -> dict[str, Table]:
     """The tables of diagnostics.json by title; each fits into 80 characters."""
     return {
+        "The gain, taken apart: tokens per verification at the same states": _apart_table(d["overall"]),
         "Matched-anchor recall, points of 100": _recall_table(d["recall"]["matched"]),
         "By task": _diagnosed_tasks(d),
         "Correlation with the gain": _correlation_table(d),
@@ -55,6 +56,13 @@ def diagnostics_tables(d: Mapping[str, Any]) -> dict[str, Table]:
         "Local replay gain by what the last round re-converged": _replay_table(d["states"]),
         "Attention, percent of the mass": _attention_table(d["attention"]),
     }
+
+
+def _apart_table(s: Mapping[str, Any]) -> Table:
+    """What training with carry did to the drafter without it, what the rows give it, and what a user gets."""
+    row = [_number(s[key] + 1) for key in ("replay_baseline", "replay_off", "replay_on")]
+    row += [_gain(s, key) for key in ("replay_training", "replay_ratio", "gain")]
+    return Table(("base", "off", "on", "training: off/base", "rows: on/off", "decoding: on/base"), [row])
 
 
 def _recall_table(r: Mapping[str, Any]) -> Table:
@@ -83,7 +91,8 @@ def _diagnosed_tasks(r: Mapping[str, Any]) -> Table:
         [task, _gain(s, "gain").split(" [")[0], *(_number(s[key]) for key in keys)]
         for task, s in (*r["tasks"].items(), ("overall", r["overall"]))
     ]
-    return Table(("task", "gain", "re-conv.", "/ base AL", "accepted behind", "rows", "replay gain"), rows)
+    head = ("task", "gain", "re-converged", "/ base", "behind", "rejected", "on - off")
+    return Table(head, rows)
 
 
 def _correlation_table(r: Mapping[str, Any]) -> Table:
@@ -97,7 +106,7 @@ def _correlation(c: Mapping[str, Any], name: str) -> str:
     if c.get(name) is None:
         return "–"
     low, high = c[f"{name}_ci95"]
-    return f"{c[name]:+.2f}" + ("" if low is None else f" [{low:+.2f}, {high:+.2f}]")
+    return f"{c[name]:+.2f}" + ("" if low in (None, high) else f" [{low:+.2f}, {high:+.2f}]")
 
 
 def _rows_table(rows: Mapping[str, Any]) -> Table:
@@ -132,7 +141,9 @@ def to_rich(table: Table, title: str = "") -> rich.table.Table:
         title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
     for i, head in enumerate(table.heads):
-        shown.add_column(head, justify="right" if i else "left", no_wrap=i > 0)
+        shown.add_column(
+            head, justify="right" if i else "left", no_wrap=i > 0, overflow="fold" if i == 0 else "ellipsis"
+        )
     for row in table.rows:
         shown.add_row(*row)
     return shown
@@ -141,7 +152,7 @@ def to_rich(table: Table, title: str = "") -> rich.table.Table:
 def terminal_table(results: Mapping[str, Any]) -> rich.table.Table:
     """The columns of `results_table` that fit into 80 characters."""
     _, rows = results_table(results)
-    keep = {"method": 0, "tokens / round": 1, "tokens / s": 2, "speedup": 3, "output": RESULTS.index("output")}
+    keep = {"method": 0, "tokens /\nverification": 1, "tokens / s": 2, "speedup": 3, "output": RESULTS.index("output")}
     return to_rich(Table(list(keep), [[row[i] for i in keep.values()] for row in rows]))
 
 
@@ -180,7 +191,7 @@ def _gain(c: Mapping[str, Any], key: str) -> str:
     if c[key] is None:
         return "–"
     low, high = c[f"{key}_ci95"]
-    return f"{100 * c[key]:+.1f} %" + ("" if low is None else f" [{100 * low:+.1f}, {100 * high:+.1f}]")
+    return f"{100 * c[key]:+.1f} %" + ("" if low in (None, high) else f" [{100 * low:+.1f}, {100 * high:+.1f}]")
 
 
 def _number(value: float | None, digits: int = 2) -> str:

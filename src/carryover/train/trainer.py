@@ -12,9 +12,12 @@ Letters: `b` packed rows, `S` tokens, `N` anchors, `P` proposals. Source: SPEC 2
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile, ZipFile
@@ -35,16 +38,16 @@ from ..config import (
 )
 from ..data.chat import render_prompt
 from ..data.corpus import PackedRows, collate, frequent_tokens, load_corpus, pack
-from ..data.prompts import load_prompts
+from ..data.prompts import Prompt, load_prompts
 from ..drafter.config import DrafterConfig
 from ..drafter.heads import Choose
 from ..drafter.modeling import Drafter
 from ..errors import InputError
-from ..files import write_text
+from ..files import alone, write_text
 from ..formats import check_fits, load_drafter, save_drafter
 from ..formats.files import WEIGHTS, read_json
 from ..rows import context_rows
-from ..target import Target
+from ..target import Target, default_device
 from .anchors import Anchors, Batch, labels_at, sample_anchors
 from .features import FeatureStore
 from .losses import BlockLoss, Objective, block_loss, learnt
@@ -53,7 +56,7 @@ from .transition import Prefix, draft, read_prefix, second_draft, transition
 from .warm_start import start_from_drafter, start_from_target
 
 Stage = Literal["baseline", "continued", "carryover"]
-LOG = "train_log.jsonl"
+LOG, RUN = "train_log.jsonl", "run.json"
 SHAPE = ("num_hidden_layers", "target_layer_ids", "block_size", "slots", "mask_token_id", "draft_vocab_size",
          "markov_rank", "markov_kind")  # fmt: skip
 
@@ -207,6 +210,12 @@ class DrafterTrainer(Trainer):
         if self.stage == "carryover" and self.drafter.config.hints:
             logs["hint_scale"] = float(self.drafter.carry.scale.detach())
         self.sums = {}
+        for name, value in logs.items():
+            if not math.isfinite(value):
+                raise InputError(
+                    f"training diverged: {name} is {value} at step {self.state.global_step}; lower the learning rate "
+                    f"({self.settings.learning_rate:g}) and begin anew, or mend what the loss is made of."
+                )
         super().log(logs, start_time)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -287,8 +296,7 @@ def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | No
                 "the baseline stage takes no --start; use --stage continued to go on from a checkpoint, or set "
                 "drafter.start in the recipe to begin a baseline with one."
             )
-        config = drafter_config(recipe, target)
-        config.carry = "none"
+        config = without_carry(drafter_config(recipe, target))
         torch.manual_seed(recipe.seed)
         drafter = Drafter(config)
         if recipe.drafter.start == "target":
@@ -311,6 +319,12 @@ def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | No
     return drafter if stage == "continued" else with_carry(drafter, recipe)
 
 
+def without_carry(config: DrafterConfig) -> DrafterConfig:
+    """The same without a trace of a carry interface, so that baselines of recipes that differ in it are equal."""
+    fields = ("carry", "carry_site", "carry_projector", "carry_hint")
+    return DrafterConfig.from_dict({k: v for k, v in config.to_dict().items() if k not in fields})
+
+
 def with_carry(drafter: Drafter, recipe: Recipe) -> Drafter:
     """The same drafter with a fresh carry interface, which starts as the same function (carry rows look like
     context)."""
@@ -323,6 +337,7 @@ def with_carry(drafter: Drafter, recipe: Recipe) -> Drafter:
     config = DrafterConfig.from_dict(drafter.config.to_dict())
     config.carry, config.carry_site = recipe.carry.interface, recipe.carry.site
     config.carry_projector, config.carry_hint = recipe.carry.projector, recipe.carry.hint
+    torch.manual_seed(recipe.seed)  # a bottleneck begins with random numbers
     carrying = Drafter(config)
     carrying.load_state_dict(drafter.state_dict(), strict=False)  # all but the carry interface
     carrying.carry.start_from(carrying.fc)
@@ -390,25 +405,29 @@ def run_record(recipe: Recipe, stage: Stage, start: Drafter, rows: PackedRows) -
     return {**kept, "start": start.digest(), "corpus": rows.digest()}
 
 
-def claim(out: Path, record: dict[str, Any]) -> None:
-    """Writes the run's record to `out/run.json`, after comparing it with the one that is there."""
-    path = out / "run.json"
-    if path.exists():
-        began = {name: value for name, value in read_json(path).items() if name in record}
-        stage = CarryoverConfig if record["stage"] == "carryover" else StageConfig
-        for name, kind in (("drafter", DrafterShape), ("carry", CarryConfig), ("data", DataConfig), ("train", stage)):
-            if name not in record:
-                continue
-            there = began.get(name, {})
+def changed(out: Path, record: dict[str, Any]) -> list[str]:
+    """Dotted names of what differs between a run's record in `out`, if it has one, and the given one."""
+    path = out / RUN
+    if not path.exists():
+        return []
+    began = {name: value for name, value in read_json(path).items() if name in record}
+    stage = CarryoverConfig if record["stage"] == "carryover" else StageConfig
+    for name, kind in (("drafter", DrafterShape), ("carry", CarryConfig), ("data", DataConfig), ("train", stage)):
+        there = began.get(name, {})
+        if name in record and isinstance(there, dict):
             began[name] = {k: v for k, v in completed(kind, there).items() if k in there or k in record[name]}
-        changed = differences(began, record)
-        if changed:
-            raise InputError(
-                f"{out} was trained with other settings ({', '.join(changed)}), so going on would mix two runs; "
-                "name another --out."
-            )
+    return differences(began, record)
+
+
+def claim(out: Path, record: dict[str, Any]) -> None:
+    """Writes the run's record to `out`, after comparing it with the one that is there."""
+    if found := changed(out, record):
+        raise InputError(
+            f"{out} was trained with other settings ({', '.join(found)}), so going on would mix two runs; "
+            "name another --out."
+        )
     out.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(record, indent=1) + "\n")
+    write_text(out / RUN, json.dumps(record, indent=1) + "\n")
 
 
 def rewind_log(path: Path, step: int) -> None:
@@ -460,22 +479,64 @@ def train(
     if start is not None and start.resolve() == out.resolve():
         raise InputError(f"--out and --start are both {out}, which would overwrite the checkpoint; name another --out.")
     checkpoint = last_checkpoint(out) if out.exists() else None
-    if not resume and (any(out.glob("checkpoint-*")) or (out / "run.json").exists()):
+    if not resume and (any(out.glob("checkpoint-*")) or (out / RUN).exists()):
         raise InputError(f"{out} already holds checkpoints of a run; add --resume to go on, or name another --out.")
     if checkpoint is None and (out / WEIGHTS).exists():
         raise InputError(f"{out} already holds a drafter and no checkpoint to go on from; name another --out.")
     if checkpoint is not None:
         check_checkpoint(checkpoint)  # damage is named before anything is written
     target = target or Target.load(recipe.target, recipe.target_dtype, default_device())
+    development = load_prompts(settings.eval_prompts) if settings.eval_steps and settings.eval_prompts else []
+    drafter, rows, record = prepare(recipe, stage, target, start, corpus)
+    out.mkdir(parents=True, exist_ok=True)
+    with alone(out) if os.environ.get("RANK", "0") == "0" else nullcontext():
+        return _train(recipe, stage, out, checkpoint, target, drafter, rows, record, development, progress)
+
+
+def prepare(
+    recipe: Recipe, stage: Stage, target: Target, start: Path | None, corpus: Path | None
+) -> tuple[Drafter, PackedRows, dict[str, Any]]:
+    """What a stage begins with: the drafter, its rows, and the record of what it depends on. Arguments: of `train`."""
     drafter = start_drafter(recipe, stage, target, start)
     check_fits(drafter.config, target)
-    dataset = load_corpus(corpus or recipe.data.corpus, target, recipe.data)
+    paths = (str(corpus),) if corpus else recipe.data.corpus
+    rows = packed(target, paths, tuple(map(_stamp, paths)), recipe.data.model_dump_json(), recipe.seed)
     if stage == "baseline" and drafter.config.draft_vocab_size and recipe.drafter.start_drafter is None:
         config = drafter.config
-        drafter.draft_vocab = frequent_tokens(dataset, config.vocab_size, config.draft_vocab_size, target.stop_ids)
-    rows = pack(dataset, recipe.data.sequence_length, recipe.seed)
+        drafter.draft_vocab = frequent_tokens(rows.dataset, config.vocab_size, config.draft_vocab_size, target.stop_ids)
+    return drafter, rows, run_record(recipe, stage, drafter, rows)
 
-    claim(out, run_record(recipe, stage, drafter, rows))
+
+@lru_cache(maxsize=1)  # the stages of a run read the same rows one after the other
+def packed(target: Target, paths: tuple[str, ...], stamps: tuple[Any, ...], data: str, seed: int) -> PackedRows:
+    """The rows of a corpus; stamps: what changes when its files do; data: the recipe's section, as JSON."""
+    settings = DataConfig.model_validate_json(data)
+    return pack(load_corpus(paths, target, settings), settings.sequence_length, seed)
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    """What changes when a file does; zeros for one that is not there, which reading it will say."""
+    if not Path(path).exists():
+        return 0, 0
+    status = Path(path).stat()
+    return status.st_mtime_ns, status.st_size
+
+
+def _train(
+    recipe: Recipe,
+    stage: Stage,
+    out: Path,
+    checkpoint: Path | None,
+    target: Target,
+    drafter: Drafter,
+    rows: PackedRows,
+    record: dict[str, Any],
+    development: Sequence[Prompt],
+    progress: bool,
+) -> Path:
+    """`train`, once everything it needs has been found."""
+    settings: StageConfig = getattr(recipe.train, stage)
+    claim(out, record)
     write_text(out / "recipe.yaml", recipe.to_yaml())
     rewind_log(out / LOG, int(checkpoint.name.split("-")[1]) if checkpoint else 0)
     stop = GracefulStop()
@@ -493,12 +554,10 @@ def train(
     if settings.keep_features and stage != "carryover" and not done:
         path, width = out / f"features-{trainer.args.process_index}.bin", target.hidden_size
         trainer.store = FeatureStore(path, rows.lengths(), width, len(drafter.config.layer_ids) * width, target.dtype)
-    if settings.eval_steps and settings.eval_prompts:
+    if development:
         tokenizer = target.tokenizer
         assert tokenizer is not None
-        prompts = [
-            render_prompt(tokenizer, p.turns[:1], recipe.data.template) for p in load_prompts(settings.eval_prompts)
-        ]
+        prompts = [render_prompt(tokenizer, p.turns[:1], recipe.data.template) for p in development]
         trainer.add_callback(DecodeCheck(trainer, prompts, settings.eval_steps, recipe.evaluate.max_new_tokens))
     if not done:  # of a finished run transformers would train one step more
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -509,11 +568,6 @@ def train(
     if trainer.is_world_process_zero():
         save_drafter(load_drafter(checkpoint, target) if done and checkpoint else trainer.drafter, out)
     return out
-
-
-def default_device() -> str:
-    """Where transformers' Trainer puts the drafter, so that the target lies beside it: this process's GPU, or CPU."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
 def training_arguments(recipe: Recipe, s: StageConfig, out: Path, progress: bool) -> TrainingArguments:
