@@ -104,6 +104,10 @@ def test_what_cannot_be_run_is_said_before_anything_is_done(
     with pytest.raises(InputError, match=r"drafter\.start is not random"):
         run_grid({"a-s0": Recipe.model_validate(settings), "b-s0": wrong}, tmp_path / "out", target=target)
     assert module.missing(wrong) == ["tagret"]
+    assert module.overlap(wrong) == ["4 of 4 held-out prompts are trained on as well; they flatter every drafter."]
+    more = {"prompts": str(tmp_path / "prompts.jsonl")}  # all eight; four of them are recorded
+    assert module.overlap(Recipe.model_validate({**settings, "evaluate": more}))[0].startswith("4 of 8 held-out")
+    assert module.overlap(Recipe.model_validate(missing)) == []
     assert not (tmp_path / "out").exists()  # so that the mended recipe may use it
     with pytest.raises(InputError, match=r"carry\.interface is none"):
         plan(Recipe.model_validate({**settings, "carry": {"interface": "none"}}))

@@ -69,6 +69,8 @@ def run(
     target = target or Target.load(recipe.target, recipe.target_dtype, default_device())
     check_start(recipe, out, target)
     out.mkdir(parents=True, exist_ok=True)
+    for note in overlap(recipe):
+        console.print(f"note: {note}", markup=False, highlight=False)
     with alone(out):
         write_text(out / RECIPE, recipe.to_yaml())
         for number, step in enumerate(steps(recipe, out, target, cells, console), 1):
@@ -142,6 +144,8 @@ def run_grid(
     if unrecorded := [recipe for recipe in recipes.values() if not recipe.data.corpus]:
         asked(unrecorded[0])
         out.mkdir(parents=True, exist_ok=True)
+        for note in overlap(unrecorded[0]):
+            console.print(f"note: {note}", markup=False, highlight=False)
         with announced(console, recording(unrecorded[0])):
             record_responses(unrecorded[0], target, recorded)
     for number, name in enumerate(names, 1):
@@ -210,6 +214,18 @@ def plan_grid(recipes: Mapping[str, Recipe], out: Path, names: Sequence[str]) ->
         lines += titles if titles != told else []
         told = titles
     return lines
+
+
+def overlap(recipe: Recipe) -> list[str]:
+    """A note on held-out prompts whose answers are recorded for training as well; empty where there are none, or where
+    the recipe names a corpus instead of prompts."""
+    try:
+        mine = [] if recipe.data.corpus else asked(recipe)
+        trained, asks = {tuple(prompt.turns) for prompt in mine}, held_out(recipe)
+    except InputError:  # missing, which is said elsewhere
+        return []
+    both = sum(tuple(prompt.turns) in trained for prompt in asks)
+    return [f"{both} of {len(asks)} held-out prompts are trained on as well; they flatter every drafter."] * (both > 0)
 
 
 def missing(recipe: Recipe) -> list[str]:

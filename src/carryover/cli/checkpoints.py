@@ -25,7 +25,7 @@ from .shared import (
 
 @app.command()
 def check(
-    drafter: Annotated[str, typer.Argument(help="Folder or hub id.")],
+    drafter: Annotated[str, typer.Argument(help="Folder, hub id or packaged drafter.")],
     target: TargetOption,
     as_json: JsonOption = False,
     debug: DebugOption = False,

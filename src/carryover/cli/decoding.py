@@ -43,7 +43,9 @@ from .shared import (
 def generate(
     target: TargetOption,
     prompt: Annotated[list[str], typer.Option(help="The user's message; repeat it for several turns.")],
-    drafter: Annotated[str | None, typer.Option(help="Folder or hub id; left out: plain decoding.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Folder, hub id or packaged drafter; left out: plain decoding.")
+    ] = None,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
@@ -131,7 +133,9 @@ def generate(
 def serve(
     ctx: typer.Context,
     target: TargetOption,
-    drafter: Annotated[str | None, typer.Option(help="Folder or hub id; left out: the target alone.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Folder, hub id or packaged drafter; left out: the target alone.")
+    ] = None,
     proposals: ProposalsOption = None,
     draft_sampling: DraftSamplingOption = "greedy",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",

@@ -47,7 +47,9 @@ def evaluate(
     target: TargetOption,
     prompts: PromptsOption,
     out: Annotated[Path, typer.Option(help="Folder for results.json and trace.jsonl; a killed run goes on from it.")],
-    drafter: Annotated[list[str] | None, typer.Option(help="Folder or hub id; repeatable, baselines first.")] = None,
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="Folder, hub id or packaged drafter; repeatable, baselines first.")
+    ] = None,
     task: TaskOption = None,
     limit: LimitOption = None,
     temperature: TemperatureOption = 0.0,

@@ -50,7 +50,7 @@ def run(
 
     A recipe with `cells` and `seeds` is a grid: all of that for each of them, and one table."""
     from ..config import Recipe
-    from ..run import check_owner, chosen, missing, plan, plan_grid, run_grid, shared_corpus
+    from ..run import check_owner, chosen, missing, overlap, plan, plan_grid, run_grid, shared_corpus
     from ..run import run as run_recipe
 
     quiet()
@@ -68,6 +68,8 @@ def run(
         typer.echo("\n".join(steps))
         for path in dict.fromkeys(path for name in names for path in missing(recipes[name])):
             typer.echo(f"note: there is no {path} yet")
+        for note in dict.fromkeys(note for name in names for note in overlap(recipes[name])):
+            typer.echo(f"note: {note}")
         return
     page = run_recipe(recipes[""], out) if "" in recipes else run_grid(recipes, out, names=names)
     typer.echo(f"the report: {page}")
