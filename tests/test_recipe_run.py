@@ -261,13 +261,20 @@ def test_processes_share_a_grid(
     assert "another process is at it" in shown.getvalue() and not any((out / "a-s0").iterdir())
     assert (out / "b-s0" / "report.html").exists()
 
-    lines, waits = (out / "recorded.jsonl").read_text(), []
+    lines, real, asked = (out / "recorded.jsonl").read_text(), fcntl.flock, list[int]()
     with (out / "recorded.jsonl").open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        real = fcntl.flock
-        monkeypatch.setattr(fcntl, "flock", lambda fd, how: (waits.append(how), held.close(), real(fd, how)))
+        real(held, fcntl.LOCK_EX)
+
+        def flock(place: int, how: int) -> None:
+            asked.append(how)
+            if not how & fcntl.LOCK_NB:
+                held.close()  # the other process ends
+            real(place, how)
+
+        monkeypatch.setattr(fcntl, "flock", flock)
         module.record_responses(recipes["a-s0"], target, out / "recorded.jsonl")
-    assert waits == [fcntl.LOCK_EX] and (out / "recorded.jsonl").read_text() == lines
+    assert asked == [fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_EX]
+    assert (out / "recorded.jsonl").read_text() == lines
 
 
 def test_a_run_may_be_moved_and_spelled_otherwise(

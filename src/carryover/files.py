@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ except ImportError:  # not on Windows; there nothing is locked
 
 def write_text(path: Path, text: str) -> None:
     """Writes UTF-8 beside `path` and renames, which replaces the file in one step."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # another process may write the same file
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
@@ -28,13 +29,18 @@ def alone(path: Path, wait: bool = False) -> Iterator[None]:
 
     Raises InputError when another process holds it; wait: waits for that one instead.
     """
+    if fcntl is None:
+        yield
+        return
     place = os.open(path, os.O_RDONLY)
     try:
-        if fcntl is not None:
-            try:
-                fcntl.flock(place, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError as error:
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if not wait:
                 raise Busy(f"another process works on {path}; wait until it ends, or name another --out.") from error
+            print(f"waiting for another process that works on {path}", file=sys.stderr)
+            fcntl.flock(place, fcntl.LOCK_EX)
         yield
     finally:
         os.close(place)

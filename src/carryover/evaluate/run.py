@@ -32,7 +32,7 @@ from ..decode.trace import Generation
 from ..decode.verify import DraftSampling
 from ..drafter.modeling import Drafter
 from ..errors import InputError
-from ..files import write_text
+from ..files import alone, write_text
 from ..target import Target
 from .divergence import first_difference, logit_gap
 from .environment import environment
@@ -144,6 +144,21 @@ def evaluate(
     prompts, skipped = fitting(target, plan, prompts)
     settings = settings_of(target, drafters, prompts, plan, methods)
     out.mkdir(parents=True, exist_ok=True)
+    with alone(out):
+        return _evaluate(target, methods, prompts, skipped, out, plan, settings, progress)
+
+
+def _evaluate(
+    target: Target,
+    methods: list[Method],
+    prompts: Sequence[Prompt],
+    skipped: Sequence[str],
+    out: Path,
+    plan: Plan,
+    settings: dict[str, Any],
+    progress: bool,
+) -> dict[str, Any]:
+    """`evaluate`, once it is known what runs. skipped: ids of prompts that did not fit."""
     trace = out / "trace.jsonl"
     # First: reading the trace drops what these methods did not finish.
     if check_settings(out / "settings.json", settings) is None and (out / "results.json").exists():
