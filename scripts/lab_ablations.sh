@@ -22,13 +22,15 @@ declare -A change=(
     [anchors-4]="train.carryover.anchors=4"
     [anchors-16]="train.carryover.anchors=16"
     [continued-16]="train.continued.anchors=16"                      # the control of `first` and `anchors-16`
+    [gamma-4]="train.carryover.loss.gamma=4"                         # weights that fall as fast as those of a short block
+    [continued-gamma-4]="train.continued.loss.gamma=4"
 )
 names=("$@")
 [ ${#names[@]} -gt 0 ] || names=(plain projector hint hint-target post-norm guarded drawn unrolled drawn-unrolled first dropout anchors-4 anchors-16 continued-16)
 drafters=(--drafter "$cell/continued" --drafter "$cell/carryover")
 for name in "${names[@]}"; do
     stage=carryover
-    [ "$name" = continued-16 ] && stage=continued
+    [[ $name == continued-* ]] && stage=continued
     if [ ! -e "$all/$name/finished" ]; then
         settings=()
         for setting in ${change[$name]}; do settings+=(--set "$setting"); done
@@ -40,6 +42,8 @@ done
 rows=(--carry-rows 1 --carry-rows 2 --carry-rows 4 --carry-rows 8)
 carryover evaluate --target lab --dtype float32 --prompts "${PROMPTS:-runs/lab/eval_prompts.jsonl}" --limit 400 --max-new-tokens 128 \
     --seed "$seed" --batch-size 100 --out "$all/rows" --drafter "$cell/carryover" --carry-off "${rows[@]}"
+carryover evaluate --target lab --dtype float32 --prompts "${PROMPTS:-runs/lab/eval_prompts.jsonl}" --limit 400 --max-new-tokens 128 \
+    --seed "$seed" --batch-size 100 --out "$all/proposals" --proposals 3 --proposals 7 "${drafters[@]}"
 for temperature in 0 1; do
     carryover evaluate --target lab --dtype float32 --prompts "${PROMPTS:-runs/lab/eval_prompts.jsonl}" --limit 400 --max-new-tokens 128 \
         --temperature "$temperature" --seed "$seed" --batch-size 100 --out "$all/t$temperature" "${drafters[@]}"
