@@ -138,7 +138,7 @@ def _attention_table(a: Mapping[str, Any]) -> Table:
 def to_rich(table: Table, title: str = "") -> rich.table.Table:
     """For a terminal: the first column wraps where the terminal is narrow, figures never do."""
     shown = rich.table.Table(
-        title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+        title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=0
     )
     for i, head in enumerate(table.heads):
         shown.add_column(
