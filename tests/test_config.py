@@ -41,6 +41,13 @@ def load(tmp_path: Path, text: str = SMALL, *overrides: str) -> Recipe:
     return Recipe.load(path, overrides)
 
 
+def test_temperatures_have_folders_of_their_own(tmp_path: Path) -> None:
+    assert load(tmp_path, SMALL, "evaluate.temperatures=[0, 0.7, 1]").evaluate.temperatures == (0, 0.7, 1)
+    for several in ("[]", "[1, 1]", "[0.5, 0.50000001]"):
+        with pytest.raises(InputError, match=r"evaluate\.temperatures"):
+            load(tmp_path, SMALL, f"evaluate.temperatures={several}")
+
+
 def refused(tmp_path: Path, message: str, *overrides: str, text: str = SMALL) -> None:
     with pytest.raises(InputError, match=message) as caught:
         load(tmp_path, text, *overrides)

@@ -20,6 +20,7 @@ from carryover import run as module
 from carryover.config import Recipe
 from carryover.errors import InputError
 from carryover.files import alone
+from carryover.report import grid
 from carryover.run import chosen, plan, run, run_grid
 from carryover.target import Target
 
@@ -157,6 +158,13 @@ def test_a_grid_is_recorded_once_and_joined(settings: dict[str, Any], target: Ta
     run_grid(recipes, out, Console(file=io.StringIO()), target)  # nothing is done twice
     assert (out / "grid-t0.json").read_text() == results
 
+    path = out / "dflash-b4-s0" / "t0" / "results.json"
+    other = json.loads(path.read_text())
+    other["runs"][0]["tasks"]["rag"]["prompts"] += 1
+    path.write_text(json.dumps(other))
+    with pytest.raises(InputError, match=r"dflash-b4-s0/t0 was decoded on other prompts than the cells before it"):
+        grid.write(out, list(recipes))
+
 
 def test_a_grid_runs_in_parts(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
     path, out = tmp_path / "grid.yaml", tmp_path / "out"
@@ -244,6 +252,28 @@ def test_only_the_same_is_shared(settings: dict[str, Any], target: Target, tmp_p
     )
 
 
+def test_what_drafters_learnt_from_does_not_grow(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    path, out, quiet = tmp_path / "grid.yaml", tmp_path / "out", Console(file=io.StringIO())
+    path.write_text(yaml.safe_dump({**settings, "cells": {"a": {}, "b": {}}, "seeds": [0]}))
+    recipes = Recipe.load_grid(path, ["train.steps=1"])
+    run_grid(recipes, out, quiet, target, names=["a-s0"])
+    before = (out / "recorded.jsonl").read_bytes()
+    more = Recipe.load_grid(path, ["train.steps=1", "record.limit=6"])
+    with pytest.raises(InputError, match=r"cell a-s0: .*another recipe \(record\.limit\)"):
+        run_grid(more, out, quiet, target, names=["b-s0"])
+    other = Recipe.load_grid(path, ["train.steps=1", "evaluate.limit=2"])
+    with pytest.raises(InputError, match=r"cell a-s0: .*another recipe \(evaluate\.limit\)"):
+        run_grid(other, out, quiet, target, names=["b-s0"])
+    prompts = tmp_path / "prompts.jsonl"
+    lines = prompts.read_text().splitlines(keepends=True)
+    prompts.write_text("".join(lines) + json.dumps({"id": "new", "task": "qa", "prompt": "w5"}) + "\n")
+    all_of_them = {name: r.model_copy(update={"record": r.record.model_copy(update={"limit": None})}) for name, r in
+                   recipes.items()}  # fmt: skip
+    with pytest.raises(InputError, match=r"learnt from .*recorded\.jsonl, which answers 4 prompts, but .* gives 9"):
+        module.record_responses(all_of_them["a-s0"], target, out / "recorded.jsonl")
+    assert (out / "recorded.jsonl").read_bytes() == before
+
+
 def test_processes_share_a_grid(
     settings: dict[str, Any], target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +335,11 @@ def test_the_start_of_a_finished_baseline_is_not_needed(
     run(recipe, out, quiet, target)
     shutil.rmtree(tmp_path / "start")
     assert run(recipe, out, quiet, target).exists()
+    recorded = (out / "recorded.jsonl").read_text()
+    (out / "recorded.jsonl").write_text(recorded.replace("[", "[9, ", 1))  # its rows still are
+    with pytest.raises(InputError, match=r"baseline was trained with other settings \(corpus\)"):
+        run(recipe, out, quiet, target)
+    (out / "recorded.jsonl").write_text(recorded)
     (out / "baseline" / "finished").unlink()
     with pytest.raises(InputError, match=r"drafter\.start is not random"):
         run(recipe, out, quiet, target)
@@ -381,7 +416,7 @@ def test_what_is_wrong_with_a_grid_is_named(settings: dict[str, Any], target: Ta
     with pytest.raises(InputError, match=r"cell b-s0: .*none\.jsonl"):
         run_grid(load(cells={"a": {}, "b": absent}, seeds=[0]), tmp_path / "out", target=target)
     assert not (tmp_path / "out").exists()
-    (tmp_path / "out" / "a-s0").mkdir(parents=True)
+    (tmp_path / "out" / "a-s0" / "baseline").mkdir(parents=True)
     for damage in (b"", b"target: [", b"\xff"):
         (tmp_path / "out" / "a-s0" / "recipe.yaml").write_bytes(damage)
         with pytest.raises(InputError, match=r"cell a-s0: .*recipe\.yaml is damaged"):

@@ -229,6 +229,13 @@ class Recipe(Section):
     train: TrainConfig
     evaluate: EvaluateConfig = EvaluateConfig()
 
+    @model_validator(mode="after")
+    def _folders_differ(self) -> Recipe:
+        names = [f"{t:g}" for t in self.evaluate.temperatures]
+        if len(set(names)) < len(names):
+            raise InputError(f"evaluate.temperatures must differ in six digits, got {', '.join(names)}")
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _filled_in(cls, raw: Any) -> Any:

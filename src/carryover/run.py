@@ -28,7 +28,7 @@ from rich.console import Console
 
 from .config import Recipe, Stage, StageConfig, completed
 from .data.prompts import SUITES, Prompt, load_prompts
-from .data.record import record
+from .data.record import read_manifest, record
 from .decode.sampling import Sampling
 from .errors import InputError
 from .evaluate.run import Plan, evaluate
@@ -37,7 +37,17 @@ from .formats import load_drafter
 from .formats.files import locate
 from .report import grid, write_report
 from .target import Target, default_device
-from .train.trainer import RUN, changed, differences, prepare, stage_settings, start_drafter, train
+from .train.trainer import (
+    RUN,
+    changed,
+    differences,
+    prepare,
+    rows_of,
+    run_record,
+    stage_settings,
+    start_drafter,
+    train,
+)
 
 STAGES: tuple[Stage, ...] = ("baseline", "continued", "carryover")
 FINISHED, RECIPE = "finished", "recipe.yaml"
@@ -134,6 +144,9 @@ def run_grid(
         if recipe.data.template != first.data.template:
             raise InputError(f"the cell {name} changes data.template, which all cells of a grid share.")
     recorded = out / "recorded.jsonl"
+    for name, recipe in recipes.items():  # all of them: they end in one table
+        with of_cell(name):
+            check_owner(out / name, shared_corpus(recipe, recorded), recorded)
     for name in names:
         with of_cell(name):
             check(shared_corpus(recipes[name], recorded), out / name, recorded)
@@ -156,7 +169,6 @@ def run_grid(
                 run(shared_corpus(recipes[name], recorded), out / name, console, target, others, recorded)
         except Busy:
             console.print("another process is at it")
-            continue
         grid.write(out, list(recipes))
     return out / grid.TABLE
 
@@ -290,7 +302,7 @@ def check_owner(out: Path, recipe: Recipe, recorded: Path | None = None) -> None
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; name a folder as --out.")
     path = out / RECIPE
-    if path.exists():
+    if path.exists() and any((out / stage).exists() for stage in STAGES):  # before, nothing depends on it
         try:
             began = completed(Recipe, yaml.safe_load(path.read_text(encoding="utf-8")))
             changed = differences(began, recipe.model_dump(mode="json"))
@@ -310,6 +322,15 @@ def recording(recipe: Recipe) -> str:
 
 def record_responses(recipe: Recipe, target: Target, out: Path) -> None:
     r, prompts = recipe.record, asked(recipe)
+    learnt = any(out.parent.glob(f"{STAGES[0]}/{RUN}")) or any(out.parent.glob(f"*/{STAGES[0]}/{RUN}"))
+    before = read_manifest(out) if learnt and out.exists() else None
+    if before is not None and before.get("prompts") != len(prompts):
+        answered = out.read_bytes().count(b"\n")
+        if answered < sum(len(prompt.turns) for prompt in prompts):  # more would change what the drafters learnt from
+            raise InputError(
+                f"drafters have learnt from {out}, which answers {answered} prompts, but record.prompts now gives "
+                f"{len(prompts)}; restore the prompts, or name another --out."
+            )
     sampling = Sampling(r.temperature, r.top_k, r.top_p, r.min_p)
     record(target, prompts, out, sampling, r.max_new_tokens, recipe.seed, r.batch_size, recipe.data.template)
 
@@ -331,9 +352,11 @@ def stage(
     """
     console = console or Console()
     if finished(out):
-        if name == "baseline" and recipe.drafter.start_drafter is not None:  # which nobody needs any more
-            return out
-        if found := changed(out, prepare(recipe, name, target, start, corpus)[2]):
+        if name == "baseline" and recipe.drafter.start_drafter is not None:  # which is not needed any more
+            record = run_record(recipe, name, None, rows_of(recipe, target, corpus))
+        else:
+            record = prepare(recipe, name, target, start, corpus)[2]
+        if found := changed(out, record):
             raise InputError(
                 f"{out} was trained with other settings ({', '.join(found)}); name another --out, or delete "
                 f"{out.parent}."

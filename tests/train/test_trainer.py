@@ -390,10 +390,15 @@ def test_a_random_interface_depends_on_the_seed_alone(target: Target, corpus: Pa
 
 
 def test_training_that_diverges_stops(target: Target, corpus: Path, tmp_path: Path) -> None:
-    r = recipe(corpus, tmp_path, learning_rate=1e30, max_grad_norm=1e30)
+    r = recipe(corpus, tmp_path, learning_rate=1e30, max_grad_norm=1e30, save_steps=500)
     with pytest.raises(InputError, match=r"training diverged: .* is (nan|inf) at step \d; lower the learning rate"):
         train(r, "baseline", tmp_path / "out", target=target, progress=False)
     assert not (tmp_path / "out" / "model.safetensors").exists()
+    r = recipe(corpus, tmp_path, learning_rate=1e30, max_grad_norm=1e30, logging_steps=500)
+    for _ in range(2):  # not even when nothing was logged, nor by going on
+        with pytest.raises(InputError, match="training diverged"):
+            train(r, "baseline", tmp_path / "silent", resume=True, target=target, progress=False)
+        assert not any((tmp_path / "silent").rglob("model.safetensors"))
 
 
 def test_a_missing_development_file_is_named_before_the_folder_is_claimed(

@@ -222,6 +222,9 @@ def _check_place(out: Path, manifest: dict[str, Any]) -> None:
                 f"{out} was recorded with {key} {before.get(key)!r}, not {manifest[key]!r}; name another --out "
                 "(nothing was changed)."
             )
+    if before.get("prompts") != manifest["prompts"]:
+        content = json.dumps({**before, "prompts": manifest["prompts"]}, indent=1, ensure_ascii=False)
+        write_text(manifest_path(out), content + "\n")
 
 
 def _answers(out: Path) -> dict[str, str]:

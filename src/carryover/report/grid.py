@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from ..errors import InputError
 from ..files import write_text
 
 TABLE = "grid.md"
@@ -52,6 +53,11 @@ def joined(out: Path, names: Sequence[str], temperature: str) -> Json:
         def renamed(run: str, cell: str = cell, seed: str = seed) -> str:
             return f"{cell}-{NAMES[run]}-s{seed}"
 
+        counts = {task: stats["prompts"] for task, stats in results["runs"][0]["tasks"].items()}
+        if whole and counts != {task: stats["prompts"] for task, stats in whole["runs"][0]["tasks"].items()}:
+            raise InputError(
+                f"{path.parent} was decoded on other prompts than the cells before it; delete it to redo it."
+            )
         if not whole:
             whole = {**results, "runs": [results["runs"][0]], "comparisons": [], "divergences": [], "cells": {}}
             whole.pop("seed")

@@ -218,6 +218,11 @@ class DrafterTrainer(Trainer):
                 )
         super().log(logs, start_time)
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """A checkpoint, but none of a drafter that training has ruined: it would be gone on with."""
+        check_finite(self.drafter, f"training diverged by step {self.state.global_step}", self.settings)
+        super()._save(output_dir, state_dict)
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None and self.settings.optimizer == "muon":
             self.optimizer = MuonAdamW(*split_parameters(self.drafter), self.args.learning_rate, self.args.weight_decay)
@@ -285,6 +290,16 @@ class DecodeCheck(TrainerCallback):
             tokens, rounds = tokens + sum(len(r.committed) for r in trace), rounds + len(trace)
         drafter.train(training)
         self.trainer.log({"decode_acceptance": tokens / max(rounds, 1)})
+
+
+def check_finite(drafter: Drafter, what: str, settings: StageConfig) -> None:
+    """Raises InputError for weights that are not numbers."""
+    for name, parameter in drafter.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise InputError(
+                f"{what} ({name} is no longer a number): lower the learning rate ({settings.learning_rate:g}) and "
+                "begin anew."
+            )
 
 
 def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | None) -> Drafter:
@@ -396,13 +411,14 @@ def stage_settings(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     return {"stage": stage, **{name: parts[name] for name in names}, "train": parts["train"][stage]}
 
 
-def run_record(recipe: Recipe, stage: Stage, start: Drafter, rows: PackedRows) -> dict[str, Any]:
-    """What must not change while a run goes on: its part of the recipe, the drafter it starts with, and its rows."""
+def run_record(recipe: Recipe, stage: Stage, start: Drafter | None, rows: PackedRows) -> dict[str, Any]:
+    """What must not change while a run goes on: its part of the recipe, the drafter it starts with (None: whichever),
+    and its rows."""
     kept = stage_settings(recipe, stage)
     kept["data"].pop("corpus")  # where rows and weights lie does not matter, what they are does
     if recipe.drafter.start_drafter is not None:
         kept["drafter"]["start"] = "a drafter"
-    return {**kept, "start": start.digest(), "corpus": rows.digest()}
+    return {**kept, **({} if start is None else {"start": start.digest()}), "corpus": rows.digest()}
 
 
 def changed(out: Path, record: dict[str, Any]) -> list[str]:
@@ -499,12 +515,16 @@ def prepare(
     """What a stage begins with: the drafter, its rows, and the record of what it depends on. Arguments: of `train`."""
     drafter = start_drafter(recipe, stage, target, start)
     check_fits(drafter.config, target)
-    paths = (str(corpus),) if corpus else recipe.data.corpus
-    rows = packed(target, paths, tuple(map(_stamp, paths)), recipe.data.model_dump_json(), recipe.seed)
+    rows = rows_of(recipe, target, corpus)
     if stage == "baseline" and drafter.config.draft_vocab_size and recipe.drafter.start_drafter is None:
         config = drafter.config
         drafter.draft_vocab = frequent_tokens(rows.dataset, config.vocab_size, config.draft_vocab_size, target.stop_ids)
     return drafter, rows, run_record(recipe, stage, drafter, rows)
+
+
+def rows_of(recipe: Recipe, target: Target, corpus: Path | None) -> PackedRows:
+    paths = (str(corpus),) if corpus else recipe.data.corpus
+    return packed(target, paths, tuple(map(_stamp, paths)), recipe.data.model_dump_json(), recipe.seed)
 
 
 @lru_cache(maxsize=1)  # the stages of a run read the same rows one after the other
@@ -566,7 +586,9 @@ def _train(
     for path in out.glob("features-*"):
         path.unlink(missing_ok=True)
     if trainer.is_world_process_zero():
-        save_drafter(load_drafter(checkpoint, target) if done and checkpoint else trainer.drafter, out)
+        trained = load_drafter(checkpoint, target) if done and checkpoint else trainer.drafter
+        check_finite(trained, f"training diverged; delete {out}", settings)
+        save_drafter(trained, out)
     return out
 
 
