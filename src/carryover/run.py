@@ -37,17 +37,9 @@ from .formats import load_drafter
 from .formats.files import locate
 from .report import grid, write_report
 from .target import Target, default_device
-from .train.trainer import (
-    RUN,
-    changed,
-    differences,
-    prepare,
-    rows_of,
-    run_record,
-    stage_settings,
-    start_drafter,
-    train,
-)
+from .train.identity import RUN, changed, differences, prepare, rows_of, run_record, stage_settings
+from .train.start import start_drafter
+from .train.trainer import train
 
 STAGES: tuple[Stage, ...] = ("baseline", "continued", "carryover")
 FINISHED, RECIPE = "finished", "recipe.yaml"

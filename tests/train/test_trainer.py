@@ -20,7 +20,8 @@ from carryover.drafter.modeling import Drafter
 from carryover.errors import InputError
 from carryover.formats import load_drafter
 from carryover.target import Target, default_device
-from carryover.train.trainer import last_checkpoint, train, with_carry
+from carryover.train.start import with_carry
+from carryover.train.trainer import last_checkpoint, train
 
 
 @pytest.fixture(scope="module")

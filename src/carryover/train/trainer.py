@@ -17,9 +17,8 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -27,38 +26,30 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..config import (
-    CarryConfig,
     CarryoverConfig,
-    DataConfig,
-    DrafterShape,
     Recipe,
+    Stage,
     StageConfig,
-    completed,
-    drafter_config,
 )
 from ..data.chat import render_prompt
-from ..data.corpus import PackedRows, collate, frequent_tokens, load_corpus, pack
+from ..data.corpus import PackedRows, collate
 from ..data.prompts import Prompt, load_prompts
-from ..drafter.config import DrafterConfig
 from ..drafter.heads import Choose
 from ..drafter.modeling import Drafter
 from ..errors import InputError
 from ..files import alone, write_text
-from ..formats import check_fits, load_drafter, save_drafter
-from ..formats.files import WEIGHTS, read_json
+from ..formats import load_drafter, save_drafter
+from ..formats.files import WEIGHTS
 from ..rows import context_rows
 from ..target import Target, default_device
 from .anchors import Anchors, Batch, labels_at, sample_anchors
 from .features import FeatureStore
+from .identity import RUN, claim, prepare
 from .losses import BlockLoss, Objective, block_loss, learnt
 from .optimizer import MuonAdamW, split_parameters
 from .transition import Prefix, draft, read_prefix, second_draft, transition
-from .warm_start import start_from_drafter, start_from_target
 
-Stage = Literal["baseline", "continued", "carryover"]
-LOG, RUN = "train_log.jsonl", "run.json"
-SHAPE = ("num_hidden_layers", "target_layer_ids", "block_size", "slots", "mask_token_id", "draft_vocab_size",
-         "markov_rank", "markov_kind")  # fmt: skip
+LOG = "train_log.jsonl"
 
 
 class DrafterTrainer(Trainer):
@@ -302,63 +293,6 @@ def check_finite(drafter: Drafter, what: str, settings: StageConfig) -> None:
             )
 
 
-def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | None) -> Drafter:
-    """The drafter a stage begins with: fresh, or the given checkpoint, with the recipe's carry interface for
-    `carryover`."""
-    if stage == "baseline":
-        if start is not None:
-            raise InputError(
-                "the baseline stage takes no --start; use --stage continued to go on from a checkpoint, or set "
-                "drafter.start in the recipe to begin a baseline with one."
-            )
-        config = without_carry(drafter_config(recipe, target))
-        torch.manual_seed(recipe.seed)
-        drafter = Drafter(config)
-        if recipe.drafter.start == "target":
-            start_from_target(drafter, target)
-        elif (name := recipe.drafter.start_drafter) is not None:
-            try:
-                other = load_drafter(name, target, dtype=torch.float32)
-            except InputError as error:
-                raise InputError(f"drafter.start is not random, target or a fitting drafter: {error}") from error
-            start_from_drafter(drafter, other, name)
-        return drafter
-    if start is None:
-        raise InputError(f"the {stage} stage needs the checkpoint it starts from; name it with --start.")
-    drafter = load_drafter(start, target, dtype=torch.float32)
-    wanted = drafter_config(recipe, target)
-    changed = [key for key in SHAPE if getattr(wanted, key) != getattr(drafter.config, key)]
-    if changed:
-        was = ", ".join(f"{key} {getattr(drafter.config, key)}, not {getattr(wanted, key)}" for key in changed)
-        raise InputError(f"the checkpoint {start} is not what the recipe's drafter section describes ({was}).")
-    return drafter if stage == "continued" else with_carry(drafter, recipe)
-
-
-def without_carry(config: DrafterConfig) -> DrafterConfig:
-    """The same without a trace of a carry interface, so that baselines of recipes that differ in it are equal."""
-    fields = ("carry", "carry_site", "carry_projector", "carry_hint")
-    return DrafterConfig.from_dict({k: v for k, v in config.to_dict().items() if k not in fields})
-
-
-def with_carry(drafter: Drafter, recipe: Recipe) -> Drafter:
-    """The same drafter with a fresh carry interface, which starts as the same function (carry rows look like
-    context)."""
-    if drafter.config.carry != "none":
-        raise InputError("the starting checkpoint already carries; start the carryover stage from a baseline drafter.")
-    if recipe.carry.interface == "none":
-        raise InputError(
-            "the carryover stage needs a carry interface; set carry.interface to embedding, plain, projector or hint."
-        )
-    config = DrafterConfig.from_dict(drafter.config.to_dict())
-    config.carry, config.carry_site = recipe.carry.interface, recipe.carry.site
-    config.carry_projector, config.carry_hint = recipe.carry.projector, recipe.carry.hint
-    torch.manual_seed(recipe.seed)  # a bottleneck begins with random numbers
-    carrying = Drafter(config)
-    carrying.load_state_dict(drafter.state_dict(), strict=False)  # all but the carry interface
-    carrying.carry.start_from(carrying.fc)
-    return carrying
-
-
 def sampled(drafter: Drafter, temperature: float, seed: int) -> Choose:
     """Draws proposals from the drafter's distribution, with a generator of its own."""
     generator = torch.Generator().manual_seed(seed)
@@ -404,48 +338,6 @@ def check_checkpoint(checkpoint: Path) -> None:
             )
 
 
-def stage_settings(recipe: Recipe, stage: Stage) -> dict[str, Any]:
-    """The part of a recipe that makes a stage what it is; the carry section only of `carryover`."""
-    parts = recipe.model_dump(mode="json")
-    names = ["target", "target_dtype", "seed", "drafter", "data"] + ["carry"] * (stage == "carryover")
-    return {"stage": stage, **{name: parts[name] for name in names}, "train": parts["train"][stage]}
-
-
-def run_record(recipe: Recipe, stage: Stage, start: Drafter | None, rows: PackedRows) -> dict[str, Any]:
-    """What must not change while a run goes on: its part of the recipe, the drafter it starts with (None: whichever),
-    and its rows."""
-    kept = stage_settings(recipe, stage)
-    kept["data"].pop("corpus")  # where rows and weights lie does not matter, what they are does
-    if recipe.drafter.start_drafter is not None:
-        kept["drafter"]["start"] = "a drafter"
-    return {**kept, **({} if start is None else {"start": start.digest()}), "corpus": rows.digest()}
-
-
-def changed(out: Path, record: dict[str, Any]) -> list[str]:
-    """Dotted names of what differs between a run's record in `out`, if it has one, and the given one."""
-    path = out / RUN
-    if not path.exists():
-        return []
-    began = {name: value for name, value in read_json(path).items() if name in record}
-    stage = CarryoverConfig if record["stage"] == "carryover" else StageConfig
-    for name, kind in (("drafter", DrafterShape), ("carry", CarryConfig), ("data", DataConfig), ("train", stage)):
-        there = began.get(name, {})
-        if name in record and isinstance(there, dict):
-            began[name] = {k: v for k, v in completed(kind, there).items() if k in there or k in record[name]}
-    return differences(began, record)
-
-
-def claim(out: Path, record: dict[str, Any]) -> None:
-    """Writes the run's record to `out`, after comparing it with the one that is there."""
-    if found := changed(out, record):
-        raise InputError(
-            f"{out} was trained with other settings ({', '.join(found)}), so going on would mix two runs; "
-            "name another --out."
-        )
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(out / RUN, json.dumps(record, indent=1) + "\n")
-
-
 def rewind_log(path: Path, step: int) -> None:
     """Drops what is behind `step`, where training goes on, so that no step is in the log twice."""
     if not path.exists():
@@ -458,18 +350,6 @@ def rewind_log(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):  # torn by a kill
             continue
     write_text(path, "".join(kept if step else []))
-
-
-def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of the values in which two nested mappings differ."""
-    found = []
-    for key in sorted(before.keys() | now.keys()):
-        a, b = before.get(key), now.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            found.append(prefix + key)
-    return found
 
 
 def train(
@@ -507,39 +387,6 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     with alone(out) if os.environ.get("RANK", "0") == "0" else nullcontext():
         return _train(recipe, stage, out, checkpoint, target, drafter, rows, record, development, progress)
-
-
-def prepare(
-    recipe: Recipe, stage: Stage, target: Target, start: Path | None, corpus: Path | None
-) -> tuple[Drafter, PackedRows, dict[str, Any]]:
-    """What a stage begins with: the drafter, its rows, and the record of what it depends on. Arguments: of `train`."""
-    drafter = start_drafter(recipe, stage, target, start)
-    check_fits(drafter.config, target)
-    rows = rows_of(recipe, target, corpus)
-    if stage == "baseline" and drafter.config.draft_vocab_size and recipe.drafter.start_drafter is None:
-        config = drafter.config
-        drafter.draft_vocab = frequent_tokens(rows.dataset, config.vocab_size, config.draft_vocab_size, target.stop_ids)
-    return drafter, rows, run_record(recipe, stage, drafter, rows)
-
-
-def rows_of(recipe: Recipe, target: Target, corpus: Path | None) -> PackedRows:
-    paths = (str(corpus),) if corpus else recipe.data.corpus
-    return packed(target, paths, tuple(map(_stamp, paths)), recipe.data.model_dump_json(), recipe.seed)
-
-
-@lru_cache(maxsize=1)  # the stages of a run read the same rows one after the other
-def packed(target: Target, paths: tuple[str, ...], stamps: tuple[Any, ...], data: str, seed: int) -> PackedRows:
-    """The rows of a corpus; stamps: what changes when its files do; data: the recipe's section, as JSON."""
-    settings = DataConfig.model_validate_json(data)
-    return pack(load_corpus(paths, target, settings), settings.sequence_length, seed)
-
-
-def _stamp(path: str) -> tuple[int, int]:
-    """What changes when a file does; zeros for one that is not there, which reading it will say."""
-    if not Path(path).exists():
-        return 0, 0
-    status = Path(path).stat()
-    return status.st_mtime_ns, status.st_size
 
 
 def _train(
