@@ -41,6 +41,8 @@ def alone(path: Path, wait: bool = False) -> Iterator[None]:
                 raise Busy(f"another process works on {path}; wait until it ends, or name another --out.") from error
             print(f"waiting for another process that works on {path}", file=sys.stderr)
             fcntl.flock(place, fcntl.LOCK_EX)
+        except OSError:  # a file system that has no locks
+            pass
         yield
     finally:
         os.close(place)

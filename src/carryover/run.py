@@ -260,6 +260,7 @@ def steps(
     if recipe.carry.interface == "none":
         raise InputError("carry.interface is none, so there would be no carryover stage; set embedding, for example.")
     corpus = None if recipe.data.corpus else out / "recorded.jsonl"  # None: the recipe's
+    what = {"baseline": "without carry", "continued": "the control, without carry", "carryover": "with carry"}
     todo = []
     if corpus is not None:
         todo.append(Step(recording(recipe), lambda: record_responses(recipe, _there(target), corpus)))
@@ -267,7 +268,6 @@ def steps(
         start = None if name == "baseline" else out / "baseline"
         settings: StageConfig = getattr(recipe.train, name)
         length = f"{settings.steps} steps" if settings.steps else f"{settings.epochs:g} epochs"
-        what = {"baseline": "without carry", "continued": "the control, without carry", "carryover": "with carry"}
         others = [cell / name for cell in cells]
         todo.append(Step(
             f"{name}: {what[name]}, {length} of {settings.batch_size * settings.accumulation} rows",

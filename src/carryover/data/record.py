@@ -204,7 +204,8 @@ def read_manifest(recording: Path) -> dict[str, Any] | None:
 
 
 def _check_place(out: Path, manifest: dict[str, Any]) -> None:
-    """Raises InputError unless responses can be added to `out`; a new one gets its manifest."""
+    """Raises InputError unless responses can be added to `out`. A new one gets its manifest; in that of an old one the
+    number of prompts is brought up to date."""
     if out.is_dir():
         raise InputError(f"{out} is a folder; name a file in it, such as {out / 'recorded.jsonl'}.")
     if out.suffix == ".gz":
