@@ -274,6 +274,19 @@ def test_what_drafters_learnt_from_does_not_grow(settings: dict[str, Any], targe
     assert (out / "recorded.jsonl").read_bytes() == before
 
 
+def test_other_seeds_of_a_grid_learn_from_its_recording(
+    settings: dict[str, Any], target: Target, tmp_path: Path
+) -> None:
+    path, out, quiet = tmp_path / "grid.yaml", tmp_path / "out", Console(file=io.StringIO())
+    path.write_text(yaml.safe_dump({**settings, "cells": {"a": {}}, "seeds": [0]}))
+    run_grid(Recipe.load_grid(path, ["train.steps=1"]), out, quiet, target)
+    before = (out / "recorded.jsonl").read_bytes()
+    run_grid(Recipe.load_grid(path, ["train.steps=1", "seeds=[1]"]), out, quiet, target)
+    assert (out / "recorded.jsonl").read_bytes() == before
+    records = [json.loads((out / f"a-s{seed}" / "baseline" / "run.json").read_text()) for seed in (0, 1)]
+    assert [r["seed"] for r in records] == [0, 1] and records[0]["corpus"] == records[1]["corpus"]
+
+
 def test_processes_share_a_grid(
     settings: dict[str, Any], target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,7 +401,7 @@ def test_what_is_wrong_with_a_grid_is_named(settings: dict[str, Any], target: Ta
         load(cells={"a": {"drafter": {"layer": 2}}}, seeds=[0])
     with pytest.raises(InputError, match="is a grid"):
         Recipe.load(path)
-    for cell in ("../a", "a/b", "a b", "a-s1", ""):
+    for cell in ("../a", "a/b", "a b", "a-s1", "", "a" * 101):
         with pytest.raises(InputError, match="cells name folders"):
             load(cells={cell: {}}, seeds=[0])
     for seeds in ([], [0, 0], [0, False], [0.0], "0"):

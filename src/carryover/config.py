@@ -273,10 +273,10 @@ class Recipe(Section):
         if not isinstance(cells, dict) or not all(isinstance(change, dict) for change in cells.values()):
             raise InputError(f"recipe {path}: cells must map names to the keys that each cell changes.")
         for cell in cells:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(cell)) or re.search(r"-s\d+$", str(cell)):
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,99}", str(cell)) or re.search(r"-s\d+$", str(cell)):
                 raise InputError(
-                    f"recipe {path}: cells name folders, CELL-sSEED, so {cell!r} must be of letters, digits, dots, "
-                    "dashes and underscores, and not end like a seed."
+                    f"recipe {path}: cells name folders, CELL-sSEED, so {cell!r} must be of at most 100 letters, "
+                    "digits, dots, dashes and underscores, and not end like a seed."
                 )
         if not isinstance(seeds, list) or not seeds or not all(type(seed) is int for seed in seeds):
             raise InputError(f"recipe {path}: a grid needs seeds, a list of whole numbers.")

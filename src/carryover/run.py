@@ -147,12 +147,16 @@ def run_grid(
         with of_cell(name):
             check_start(recipes[name], out / name, target)
     if unrecorded := [recipe for recipe in recipes.values() if not recipe.data.corpus]:
-        asked(unrecorded[0])
+        one = unrecorded[0]
+        before = read_manifest(recorded)
+        if before is not None and isinstance(before.get("seed"), int):  # another choice of seeds goes on with it
+            one = one.model_copy(update={"seed": before["seed"]})
+        asked(one)
         out.mkdir(parents=True, exist_ok=True)
-        for note in overlap(unrecorded[0]):
+        for note in overlap(one):
             console.print(f"note: {note}", markup=False, highlight=False)
-        with announced(console, recording(unrecorded[0])):
-            record_responses(unrecorded[0], target, recorded)
+        with announced(console, recording(one)):
+            record_responses(one, target, recorded)
     for number, name in enumerate(names, 1):
         console.print(f"[bold]cell {number} of {len(names)}: {name}")
         others = [out / cell for cell in recipes if cell != name]

@@ -88,6 +88,13 @@ def test_limit_is_balanced_deterministic_and_in_file_order(tmp_path):
     assert load_prompts(path, limit=99) == everything
 
 
+def test_packaged_questions_of_mathematics_for_training_and_for_measuring():
+    train, test, demo = (load_prompts(name) for name in ("gsm8k_train", "gsm8k_test", "smollm2_demo"))
+    assert (len(train), len(test)) == (1384, 80) and {p.licence for p in train + test} == {"MIT"}
+    asked = {p.turns[0] for p in train}
+    assert len(asked) == 1384 and not asked & {p.turns[0] for p in test + demo}
+
+
 def test_packaged_suite():
     prompts = load_prompts("smollm2_demo")
     assert "smollm2_demo" in SUITES and 20 <= len(prompts) <= 30

@@ -13,6 +13,7 @@ from carryover.data.chat import conversation, render_prompt
 from carryover.data.prompts import Prompt
 from carryover.data.record import Recorded, manifest_path, record, respond_batch
 from carryover.decode.engine import Engine
+from carryover.decode.processors import Penalties
 from carryover.decode.sampling import Sampling
 from carryover.errors import InputError
 from carryover.target import Target
@@ -65,6 +66,26 @@ def test_greedy_equals_transformers(target, tmp_path):
             0, ids.shape[1] :
         ].tolist()
         assert row["response_ids"] == theirs
+
+
+def test_penalties_are_those_of_transformers_and_part_of_the_record(target, tmp_path):
+    out, penalties = tmp_path / "r.jsonl", Penalties(repetition=1.7, min_new_tokens=4)
+    run(target, tmp_path / "without.jsonl", prompts())
+    run(target, out, prompts()[:3], penalties=penalties)
+    before = out.read_bytes()
+    with pytest.raises(InputError, match=r"recorded with penalties \{'repetition': 1\.7.*not None"):
+        run(target, out, prompts())
+    with pytest.raises(InputError, match=r"recorded with penalties None, not \{'repetition'"):
+        run(target, tmp_path / "without.jsonl", prompts(), penalties=penalties)
+    assert out.read_bytes() == before
+    run(target, out, prompts(), penalties=penalties)
+    for row in rows(out):
+        ids = torch.tensor([row["prompt_ids"]])
+        theirs = target.model.generate(
+            ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, repetition_penalty=1.7, min_new_tokens=4
+        )
+        assert row["response_ids"] == theirs[0, ids.shape[1] :].tolist()
+    assert by_id(out) != by_id(tmp_path / "without.jsonl")  # otherwise this shows nothing
 
 
 def stopping_target() -> Target:

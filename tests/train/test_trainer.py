@@ -330,7 +330,12 @@ def test_out_that_would_lose_something_is_refused(target: Target, corpus: Path, 
 
 def test_checkpoints_without_a_state_are_skipped_and_kept(tmp_path: Path) -> None:
     good = '{"global_step": 2, "max_steps": 4}'
-    for name, state in (("checkpoint-2", good), ("checkpoint-4", '{"tor'), ("checkpoint-best", good)):
+    for name, state in (
+        ("checkpoint-2", good),
+        ("checkpoint-4", '{"tor'),
+        ("checkpoint-best", good),
+        ("checkpoint-9z", good),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "trainer_state.json").write_text(state)
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
@@ -361,6 +366,10 @@ def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint(
     assert last_checkpoint(tmp_path / "stopped") == tmp_path / "stopped" / "checkpoint-4"
     monkeypatch.undo()
     train(r, "baseline", tmp_path / "stopped", resume=True, target=target, progress=False)
+    summaries = log(tmp_path / "stopped", "train_runtime")
+    assert len(summaries) == 1 and log(tmp_path / "stopped", "step")[-1] > 4  # that of the interrupted part is gone
+    train(r, "baseline", tmp_path / "stopped", resume=True, target=target, progress=False)
+    assert log(tmp_path / "stopped", "train_runtime") == summaries  # and that of a finished one stays
     whole = train(r, "baseline", tmp_path / "whole", target=target, progress=False)
     assert equal(weights(whole), weights(tmp_path / "stopped"))
 

@@ -11,10 +11,14 @@ from .shared import (
     DebugOption,
     DeviceOption,
     DtypeOption,
+    FrequencyOption,
     LimitOption,
     MaxNewTokensOption,
+    MinNewTokensOption,
     MinPOption,
+    PresenceOption,
     PromptsOption,
+    RepetitionOption,
     SeedOption,
     Stage,
     TargetOption,
@@ -42,6 +46,10 @@ def record(
     top_k: TopKOption = 0,
     top_p: TopPOption = 1.0,
     min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionOption = 1.0,
+    presence_penalty: PresenceOption = 0.0,
+    frequency_penalty: FrequencyOption = 0.0,
+    min_new_tokens: MinNewTokensOption = 0,
     max_new_tokens: MaxNewTokensOption = 512,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     seed: SeedOption = 0,
@@ -55,14 +63,18 @@ def record(
     """Let the target answer prompts; its exact tokens are what drafters learn from. Resumable."""
     from ..data.prompts import load_prompts
     from ..data.record import record as record_responses
+    from ..decode.processors import Penalties
     from ..decode.sampling import Sampling
 
     quiet()
     sampling = Sampling(temperature, top_k, top_p, min_p)
+    penalties = Penalties(repetition_penalty, presence_penalty, frequency_penalty, min_new_tokens)
     asked = load_prompts(prompts, task, limit, seed)
     loaded = loaded_target(target, dtype, device)
     options = template_options(template)
-    done = record_responses(loaded, asked, out, sampling, max_new_tokens, seed, batch_size, options, engine=engine)
+    done = record_responses(
+        loaded, asked, out, sampling, max_new_tokens, seed, batch_size, options, engine=engine, penalties=penalties
+    )
     typer.echo(f"{out}: {done.written} responses written, {done.found} were there, {done.too_long} prompts too long")
 
 

@@ -19,6 +19,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..decode.engine import Engine, Request
+from ..decode.processors import Penalties
 from ..decode.sampling import Sampling
 from ..errors import InputError
 from ..files import alone, write_text
@@ -68,13 +70,15 @@ def record(
     respond: Respond | None = None,
     engine: str = "transformers",
     progress: bool = True,
+    penalties: Penalties = Penalties(),
 ) -> Recorded:
     """Appends the target's response to every prompt that `out` does not hold yet.
 
     Each line is {id, task, source, licence, prompt, prompt_ids, response_ids, response, finish}; of a prompt with
     several turns each is answered in sequence, as id#1, id#2 and so on. options: of the chat template. respond, engine:
-    another way of generating and its name. Raises InputError, before anything is written, if `out` was recorded under
-    other conditions, if no prompt fits into the context, or if the template cannot render one.
+    another way of generating and its name. penalties: those that the target will be served with; a `respond` of your
+    own has to see to them itself. Raises InputError, before anything is written, if `out` was recorded under other
+    conditions, if no prompt fits into the context, or if the template cannot render one.
     """
     out = Path(out)
     assert target.tokenizer is not None
@@ -89,7 +93,8 @@ def record(
         "template": template_fingerprint(target.tokenizer, options),
         "template_options": dict(options or {}),
         "prompts": len(prompts),
-    }
+    } | ({"penalties": asdict(penalties)} if penalties != Penalties() else {})
+    respond = respond or partial(respond_batch, penalties=penalties)
     requests, unfit = _requests(target, prompts, 0, {}, options)  # before anything is written: it may raise
     if prompts and not requests:
         raise InputError(f"none of {len(prompts)} prompts fits into the target's context ({target.max_length} tokens).")
@@ -109,7 +114,7 @@ def record(
             bar.update(task, completed=found + written + too_long)
             for batch in _batches(requests, answers.keys(), batch_size, seed):
                 seeds = [_seed(seed, request.id) for request in batch]
-                ids = (respond or respond_batch)(target, [r.prompt_ids for r in batch], seeds, sampling, max_new_tokens)
+                ids = respond(target, [r.prompt_ids for r in batch], seeds, sampling, max_new_tokens)
                 rows = [_row(target, request, response) for request, response in zip(batch, ids, strict=True)]
                 _append(file, rows)
                 answers.update({row["id"]: row["response"] for row in rows})
@@ -125,9 +130,10 @@ def respond_batch(
     sampling: Sampling,
     max_new_tokens: int,
     batch_size: int | None = None,
+    penalties: Penalties = Penalties(),
 ) -> list[list[int]]:
     """Responses in the order of the prompts, decoded `batch_size` at a time (None: all together)."""
-    engine = Engine(target, sampling=sampling, timed=False)
+    engine = Engine(target, sampling=sampling, timed=False, penalties=penalties)
     asked = [Request(ids, max_new_tokens, seed) for ids, seed in zip(prompts, seeds, strict=True)]
     answers = dict(engine.generate_many(asked, batch_size or len(asked)))
     return [answers[i].tokens for i in range(len(asked))]
@@ -217,10 +223,10 @@ def _check_place(out: Path, manifest: dict[str, Any]) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(manifest_path(out), json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
         return
-    for key in manifest.keys() - set(DESCRIPTIVE):
-        if before.get(key) != manifest[key]:
+    for key in sorted({*manifest, "penalties"} - set(DESCRIPTIVE)):  # penalties: only where there are any
+        if before.get(key) != manifest.get(key):
             raise InputError(
-                f"{out} was recorded with {key} {before.get(key)!r}, not {manifest[key]!r}; name another --out "
+                f"{out} was recorded with {key} {before.get(key)!r}, not {manifest.get(key)!r}; name another --out "
                 "(nothing was changed)."
             )
     if before.get("prompts") != manifest["prompts"]:

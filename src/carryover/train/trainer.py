@@ -307,7 +307,9 @@ def sampled(drafter: Drafter, temperature: float, seed: int) -> Choose:
 def last_checkpoint(out: Path) -> Path | None:
     """The newest complete checkpoint; ones that a kill left half-written are skipped (their state file comes last)."""
     complete = []
-    for folder in out.glob("checkpoint-[0-9]*"):
+    for folder in out.glob("checkpoint-*"):
+        if not folder.name.removeprefix("checkpoint-").isdecimal():  # not one of ours
+            continue
         try:
             state = json.loads((folder / "trainer_state.json").read_text())
         except (OSError, ValueError):
@@ -339,13 +341,15 @@ def check_checkpoint(checkpoint: Path) -> None:
 
 
 def rewind_log(path: Path, step: int) -> None:
-    """Drops what is behind `step`, where training goes on, so that no step is in the log twice."""
+    """Drops what is behind `step`, where training goes on, so that no step is in the log twice; and the summary that
+    transformers adds when it is interrupted."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text().splitlines(keepends=True):
         try:
-            if json.loads(line)["step"] <= step:
+            entry = json.loads(line)
+            if entry["step"] <= step and "train_runtime" not in entry:
                 kept.append(line.rstrip("\n") + "\n")
         except (ValueError, KeyError, TypeError):  # torn by a kill
             continue
@@ -405,7 +409,9 @@ def _train(
     settings: StageConfig = getattr(recipe.train, stage)
     claim(out, record)
     write_text(out / "recipe.yaml", recipe.to_yaml())
-    rewind_log(out / LOG, int(checkpoint.name.split("-")[1]) if checkpoint else 0)
+    done = checkpoint is not None and finished(checkpoint)
+    if not done:
+        rewind_log(out / LOG, int(checkpoint.name.split("-")[1]) if checkpoint else 0)
     stop = GracefulStop()
     trainer = DrafterTrainer(
         target,
@@ -417,7 +423,6 @@ def _train(
         data_collator=collate,
         callbacks=[JsonLog(out / LOG), stop],
     )
-    done = checkpoint is not None and finished(checkpoint)
     if settings.keep_features and stage != "carryover" and not done:
         path, width = out / f"features-{trainer.args.process_index}.bin", target.hidden_size
         trainer.store = FeatureStore(path, rows.lengths(), width, len(drafter.config.layer_ids) * width, target.dtype)
