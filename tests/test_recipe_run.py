@@ -283,8 +283,8 @@ def test_other_seeds_of_a_grid_learn_from_its_recording(
     before = (out / "recorded.jsonl").read_bytes()
     run_grid(Recipe.load_grid(path, ["train.steps=1", "seeds=[1]"]), out, quiet, target)
     assert (out / "recorded.jsonl").read_bytes() == before
-    records = [json.loads((out / f"a-s{seed}" / "baseline" / "run.json").read_text()) for seed in (0, 1)]
-    assert [r["seed"] for r in records] == [0, 1] and records[0]["corpus"] == records[1]["corpus"]
+    recipes = [Recipe.load(out / f"a-s{seed}" / "recipe.yaml") for seed in (0, 1)]
+    assert [r.seed for r in recipes] == [0, 1] and recipes[0].data.corpus == recipes[1].data.corpus
 
 
 def test_processes_share_a_grid(
