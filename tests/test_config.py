@@ -168,6 +168,17 @@ def test_a_recipe_is_frozen(tmp_path):
         ("train.baseline.steps", r"the override .* must look like"),
         ("train..steps=1", r"the override .* must look like"),
         ("target=[", r"the value of the override .* is not valid YAML"),
+        ("seed=2001-99-99", r"the value of the override .* is not valid YAML"),
+        ("seed=" + 5000 * "9", r"the value of the override .* is not valid YAML"),
+        ("target=" + 3000 * "[", r"the value of the override .* is not valid YAML"),
+        ("drafter.block_size=8.0", r"drafter\.block_size: input should be a valid integer, got 8\.0"),
+        ("drafter.block_size='8'", r"drafter\.block_size: input should be a valid integer, got '8'"),
+        ("drafter.confidence=true", r"drafter: confidence heads are read .* but not trained; leave it out"),
+        ("evaluate.temperatures=[0, 1.0e-5]", r"evaluate\.temperatures\.1: temperature must be 0 .* at least 0\.001"),
+        ("train.proposal_temperature=-1", r"train\.proposal_temperature: temperature must be a finite number"),
+        ("record.temperature=.nan", r"record\.temperature: .*finite"),
+        ("data.template={day: 2024-01-01}", r"data\.template: options of a template must be plain values .*quotes"),
+        ("data.template={x: .nan}", r"data\.template: options of a template must be plain values"),
     ],
 )
 def test_mistakes_are_named(tmp_path, override, message):
@@ -212,7 +223,7 @@ def test_drafter_config_overrides(tmp_path, target):
         "drafter.intermediate_size=64", "drafter.head_dim=16", "drafter.num_attention_heads=6",
         "drafter.num_key_value_heads=3", "drafter.rope_theta=5000", "drafter.captured=3", "drafter.sliding_window=9",
         "drafter.layer_types=[sliding_attention, full_attention]", "drafter.sliding_causal=true",
-        "drafter.confidence=true", "carry.interface=projector", "carry.projector=bottleneck",
+        "carry.interface=projector", "carry.projector=bottleneck",
     )  # fmt: skip
     config = drafter_config(recipe, target)
     assert (config.intermediate_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (
@@ -225,12 +236,9 @@ def test_drafter_config_overrides(tmp_path, target):
     assert (config.layer_types, config.sliding_window) == (["sliding_attention", "full_attention"], 9)
     assert config.sliding_causal and not config.sliding_window_from_anchor
     assert (config.slots, config.num_proposals, config.markov_rank, config.markov_kind) == ("next_token", 5, 8, "gated")
-    assert config.confidence and config.confidence_with_markov
     assert (config.carry, config.carry_projector) == ("projector", "bottleneck")
     hinting = drafter_config(load(tmp_path, SMALL, "carry={interface: hint, hint: target_top1}"), target)
     assert (hinting.carry, hinting.carry_hint) == ("hint", "target_top1")
-    dflash = drafter_config(load(tmp_path, SMALL, "drafter.confidence=true"), target)
-    assert dflash.confidence and not dflash.confidence_with_markov
 
 
 @pytest.mark.parametrize(
@@ -240,7 +248,10 @@ def test_drafter_config_overrides(tmp_path, target):
         ("drafter.captured=4", "no 4 evenly spaced layers"),
         ("drafter.mask_token_id=96", "mask_token_id 96 is no row"),
         ("drafter.layer_types=[full_attention]", "layer_types must name"),
-        ("drafter.layer_types=[full_attention, sliding_attention]", "sliding_window must be set"),
+        (
+            "drafter.layer_types=[full_attention, sliding_attention]",
+            "sliding_window must be a number of rows, got None",
+        ),
         ("drafter.num_key_value_heads=3", "cannot share 3 key/value heads"),
         ("drafter.block_size=1", "proposes nothing"),
     ],

@@ -18,6 +18,9 @@ from typer.testing import CliRunner
 from carryover import cli
 from carryover import run as module
 from carryover.config import Recipe
+from carryover.data.prompts import load_prompts
+from carryover.data.record import record
+from carryover.decode.sampling import Sampling
 from carryover.errors import InputError
 from carryover.files import alone
 from carryover.report import grid
@@ -158,8 +161,21 @@ def test_a_grid_is_recorded_once_and_joined(settings: dict[str, Any], target: Ta
     run_grid(recipes, out, Console(file=io.StringIO()), target)  # nothing is done twice
     assert (out / "grid-t0.json").read_text() == results
 
+    (out / "dflash-b4-s0" / "t1-2").mkdir()  # a user's own
+    (out / "dflash-b4-s0" / "t1-2" / "results.json").write_text("{}")
     path = out / "dflash-b4-s0" / "t0" / "results.json"
     other = json.loads(path.read_text())
+    path.write_text(results[:200])
+    with pytest.raises(InputError, match=r"dflash-b4-s0/t0/results\.json is not a results file"):
+        grid.write(out, list(recipes))
+    unmeasured = json.loads(json.dumps(other))  # one token a response leaves no round to measure
+    for stats in (s for r in unmeasured["runs"] for s in (r["overall"], *r["tasks"].values())):
+        stats["acceptance_length"] = None
+    for comparison in unmeasured["comparisons"]:
+        comparison |= {"acceptance_gain": None, "acceptance_gain_ci95": [None, None]}
+    path.write_text(json.dumps(unmeasured))
+    grid.write(out, list(recipes))
+    assert "| dflash-b4 | 0 |  |  |  |  | – | – |" in table.read_text()
     other["runs"][0]["tasks"]["rag"]["prompts"] += 1
     path.write_text(json.dumps(other))
     with pytest.raises(InputError, match=r"dflash-b4-s0/t0 was decoded on other prompts than the cells before it"):
@@ -250,6 +266,26 @@ def test_only_the_same_is_shared(settings: dict[str, Any], target: Target, tmp_p
     assert any((out / "d-s0" / "continued").glob("checkpoint-*")) and not any(
         (out / "d-s0" / "baseline").glob("check*")
     )
+
+
+def test_a_run_learns_from_its_own_prompts_only(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    """A recording that answers others as well, held-out ones perhaps, is not trained on."""
+    recipe = Recipe.model_validate(settings)
+    record(target, load_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out" / "recorded.jsonl", Sampling(0.7),
+           recipe.record.max_new_tokens, recipe.seed)  # fmt: skip
+    with pytest.raises(InputError, match=r"answers '.*', which is not among the prompts; name another --out"):
+        run(recipe, tmp_path / "out", Console(file=io.StringIO()), target)
+    assert not (tmp_path / "out" / "baseline").exists()
+
+
+def test_markup_in_names_is_text(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    (tmp_path / "[").mkdir()
+    asked = tmp_path / "[" / "x].jsonl"  # rich would take [/x] for the end of a style
+    asked.write_text((tmp_path / "prompts.jsonl").read_text())
+    given = {**settings, "record": {"prompts": f"{tmp_path}/[/x].jsonl", "max_new_tokens": 12}}
+    shown = io.StringIO()
+    run(Recipe.model_validate(given), tmp_path / "out", Console(file=shown, width=300), target)
+    assert "[/x].jsonl" in "".join(shown.getvalue().split())
 
 
 def test_what_drafters_learnt_from_does_not_grow(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:

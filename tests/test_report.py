@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from carryover.errors import InputError
 from carryover.report import cautions, controls, measured, read_log, write_report
 from carryover.report.figures import acceptance_by_position, data_uri, shares
-from carryover.report.tables import gains_table, results_table, task_table, terminal_table
+from carryover.report.tables import gains_table, results_table, task_table, terminal_table, to_rich
 
 ENVIRONMENT = {
     "cpu": "Test CPU", "threads": 2, "cores": 2, "dtype": "bfloat16", "device": "cpu", "load_average": 0.1,
@@ -126,6 +128,18 @@ def test_page_holds_everything_in_itself(tmp_path: Path) -> None:
     assert "2.50 [2.38, 2.75]" in text and "+25.0 % [+12.5, +50.0]" in text and "Test CPU" in text
     assert "&lt;rag&gt;" in text and "<rag>" not in text
     assert "t1 (temperature 1.0)" in text
+
+
+def test_names_mean_nothing_to_plots_and_tables(tmp_path: Path) -> None:
+    """A dollar begins mathematics in matplotlib, a bracket markup in rich; what brackets hold would vanish."""
+    results = example()
+    for r in results["runs"]:
+        r["tasks"]["a$x^$"] = r["tasks"].pop("qa")
+    results["runs"][1]["name"] = "[bold]q$_$"
+    write_report(write(tmp_path, results))
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(terminal_table(results), to_rich(task_table(results), "[x] $y"))
+    assert "[bold]q$_$" in shown.getvalue() and "a$x^$" in shown.getvalue() and "[x] $y" in shown.getvalue()
 
 
 def test_page_without_drafters(tmp_path: Path) -> None:

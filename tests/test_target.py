@@ -288,8 +288,10 @@ def test_wrapped_and_text_only_models_share_a_fingerprint(family: str):
 # ---- loading -------------------------------------------------------------------------------------------------------
 def test_a_saved_target_loads_as_it_was(any_target: Target, tmp_path: Path):
     loaded = Target.load(str(save_target(any_target, tmp_path)))
-    tokens = draw(15, 1, 12)
-    assert torch.equal(loaded.forward(tokens).hidden, any_target.forward(tokens).hidden)
+    theirs = dict(any_target.model.named_parameters())
+    assert all(torch.equal(weight, theirs[name]) for name, weight in loaded.model.named_parameters())
+    tokens = draw(15, 1, 12)  # weights that are stored by input are summed in another order on some processors
+    torch.testing.assert_close(loaded.forward(tokens).hidden, any_target.forward(tokens).hidden, atol=2e-5, rtol=1e-5)
     assert loaded.name == str(tmp_path) and loaded.dtype == torch.float32
     assert loaded.tokenizer is not None and loaded.tokenizer.chat_template
 
@@ -354,3 +356,4 @@ def test_bad_dtype_and_device_are_refused(target: Target, tmp_path: Path):
     save_target(target, tmp_path)
     refused(tmp_path, "cannot load the target", dtype="float99")
     refused(tmp_path, "there is no device .warp.", device="warp")
+    refused(tmp_path, "the device meta holds no numbers", device="meta")

@@ -10,6 +10,7 @@ Letters: `B` block rows, `M` captured layers. Source: SPEC 0.1 (decisions), 2.3,
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -17,8 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from .decode.sampling import Sampling
 from .drafter.config import Carry, CarrySite, DrafterConfig, Hint, MarkovKind, Projector, Slots
 from .errors import InputError
 from .layer_ids import LayerIds
@@ -32,6 +43,7 @@ Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Temperature = Annotated[float, AfterValidator(lambda value: Sampling(value).temperature)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
@@ -53,7 +65,7 @@ class DrafterShape(Section):
 
     algorithm: Algorithm
     layers: Count = 5
-    block_size: Count = 16  # B query rows: the anchor and B - 1 masks
+    block_size: Annotated[int, Field(ge=1, strict=True)] = 16  # B query rows: the anchor and B - 1 masks
     slots: Slots  # left out: fill_in (B - 1 proposals) for dflash, next_token (B proposals) for markov
     target_layer_ids: tuple[int, ...] | None = None  # z-lab numbering; null: `captured` layers, evenly spaced
     captured: Count | None = None  # M, used where target_layer_ids is null; null: as many as draft layers
@@ -69,7 +81,7 @@ class DrafterShape(Section):
     sliding_window_from_anchor: bool = False
     sliding_causal: bool = False
     markov: MarkovConfig | None = None
-    confidence: bool = False  # a head that predicts acceptance, for confidence-scheduled verification
+    confidence: bool = False  # a head that predicts acceptance; none is trained, so true is refused
     start: str = "random"  # what the baseline begins with: random, target (its last layers), or another drafter
 
     @property
@@ -81,6 +93,8 @@ class DrafterShape(Section):
     def _consistent(self) -> DrafterShape:
         if self.algorithm == "dflash" and self.markov:
             raise InputError("markov is for algorithm: markov; a dflash drafter has no such head")
+        if self.confidence:
+            raise InputError("confidence heads are read from and written to checkpoints, but not trained; leave it out")
         if self.target_layer_ids is not None:
             LayerIds(self.target_layer_ids)
             if self.captured not in (None, len(self.target_layer_ids)):
@@ -106,6 +120,15 @@ class DataConfig(Section):
     sequence_length: Count  # tokens of a packed row; left out: max_length
     minimum_response_tokens: Annotated[int, Field(ge=2)] = 2  # the least that teaches: an anchor and a label
 
+    @field_validator("template")
+    @classmethod
+    def _plain(cls, template: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(template, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"options of a template must be plain values ({error}); put dates in quotes") from error
+        return template
+
     @model_validator(mode="after")
     def _rows_hold_documents(self) -> DataConfig:
         if self.sequence_length < self.max_length:
@@ -119,7 +142,7 @@ class RecordConfig(Section):
     prompts: Paths = ()  # JSONL files, folders or names of packaged suites
     tasks: tuple[str, ...] | None = None  # null: all
     limit: Count | None = None  # prompts, balanced over tasks
-    temperature: NotNegative = 0.7
+    temperature: Temperature = 0.7
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Share = 0.0
@@ -185,7 +208,7 @@ class CarryoverConfig(StageConfig):
     acceptance: Literal["recorded", "target_guarded"] = "recorded"  # V1 or V2g of SPEC 6.3
     first_pass_loss: NotNegative = 0.0  # weight of a loss on the first draft; 0: gradient through the second only
     carry_dropout: Share = 0.0  # share of anchors whose carry rows are withheld
-    proposal_temperature: NotNegative = 0.0  # of the first draft; 0: argmax (SPEC 6.4-D)
+    proposal_temperature: Temperature = 0.0  # of the first draft; 0: argmax (SPEC 6.4-D)
     unroll: Annotated[int, Field(ge=1, le=4)] = (
         1  # rounds before the draft with a loss; all but the first carry (6.4-C)
     )
@@ -209,7 +232,7 @@ class EvaluateConfig(Section):
     tasks: tuple[str, ...] | None = None
     limit: Count | None = None
     max_new_tokens: Count = 512
-    temperatures: Annotated[tuple[NotNegative, ...], Field(min_length=1)] = (0.0,)
+    temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0,)
     draft_sampling: Literal["greedy", "probabilistic"] = "probabilistic"  # used above temperature 0 (SPEC 0.1 #9)
     carry_off: bool = True  # decode with carryover once more, without its carry
     batch_size: Count = 1  # requests that decode together; 1 measures latency, more is quicker
@@ -309,7 +332,7 @@ def _read(path: str | Path) -> dict[str, Any]:
         raw = yaml.load(Path(path).read_text(encoding="utf-8"), _NoRepeats)
     except OSError as error:
         raise InputError(f"cannot read the recipe {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of encodings, dates and huge numbers
         raise InputError(f"the recipe {path} is not valid YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(raw, dict):
         raise InputError(f"the recipe {path} must be a mapping of keys such as target, drafter, data, train.")
@@ -412,7 +435,7 @@ def _override(raw: dict[str, Any], override: str) -> None:
         raise InputError(f"the override {override!r} must look like train.baseline.steps=100.")
     try:
         parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"the value of the override {override!r} is not valid YAML.") from error
     *parents, last = key.split(".")
     for parent in parents:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from rich.console import Console
+from rich.markup import escape
 
 from .config import Recipe, Stage, StageConfig, completed
 from .data.prompts import SUITES, Prompt, load_prompts
@@ -328,7 +329,7 @@ def record_responses(recipe: Recipe, target: Target, out: Path) -> None:
                 f"{len(prompts)}; restore the prompts, or name another --out."
             )
     sampling = Sampling(r.temperature, r.top_k, r.top_p, r.min_p)
-    record(target, prompts, out, sampling, r.max_new_tokens, recipe.seed, r.batch_size, recipe.data.template)
+    record(target, prompts, out, sampling, r.max_new_tokens, recipe.seed, r.batch_size, recipe.data.template, only=True)
 
 
 def stage(
@@ -362,7 +363,7 @@ def stage(
     if not out.exists():
         for other in filter(finished, others):
             if take(other, out, prepare(recipe, name, target, start, corpus)[2]):
-                console.print(f"[dim]taken from {other}")
+                console.print(f"[dim]taken from {escape(str(other))}")
                 return out
     train(recipe, name, out, start, resume=True, corpus=corpus, target=target)
     (out / FINISHED).touch()
@@ -417,7 +418,7 @@ def decode(recipe: Recipe, out: Path, target: Target, temperature: float) -> Non
 @contextmanager
 def announced(console: Console, title: str) -> Iterator[None]:
     """Announces a step and says how long it took."""
-    console.rule(f"[bold]{title}", align="left", style="dim")
+    console.rule(f"[bold]{escape(title)}", align="left", style="dim")
     began = monotonic()
     yield
     console.print(f"[dim]{monotonic() - began:.0f} s")

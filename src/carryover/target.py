@@ -65,6 +65,8 @@ def default_device() -> str:
 
 def _check_device(device: str | torch.device) -> None:
     try:
+        if torch.device(device).type == "meta":
+            raise InputError("the device meta holds no numbers; name cpu, cuda, or one of several as cuda:1.")
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise InputError(f"the device {str(device)!r} needs a CUDA build of torch and a GPU; use --device cpu.")
     except RuntimeError as error:

@@ -131,6 +131,14 @@ def test_unusable_templates_raise(template, message):
         render_conversation(word_tokenizer(template), TALK[:2])
 
 
+@pytest.mark.parametrize(
+    "options", [{"continue_final_message": True}, {"tools": "x"}, {"return_assistant_tokens_mask": True}]
+)
+def test_options_that_transformers_refuses_are_named(options):
+    with pytest.raises(InputError, match=rf"refuses the messages with the options .*{next(iter(options))}"):
+        render_prompt(word_tokenizer(CHATML), ["w1"], options)
+
+
 def test_conversation_without_response_raises():
     with pytest.raises(InputError, match="all zero"):
         render_conversation(word_tokenizer(CHATML), TALK[:1])

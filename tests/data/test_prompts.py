@@ -100,3 +100,14 @@ def test_packaged_suite():
     assert "smollm2_demo" in SUITES and 20 <= len(prompts) <= 30
     assert {p.licence for p in prompts} <= {"MIT", "Apache-2.0", "CC0-1.0"} and all(p.source for p in prompts)
     assert len({p.task for p in prompts}) >= 5 and max(len(p.turns[0]) for p in prompts) < 600
+
+
+def test_a_name_of_zero_is_a_name_and_overall_is_taken(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"id": 0, "task": 0, "prompt": "a"}\n{"id": null, "prompt": "b"}\n')
+    assert [(p.id, p.task) for p in load_prompts(path)] == [("0", "0"), ("p:2", "p")]
+    for name, line in (("q", '{"task": "overall", "prompt": "a"}'), ("overall", '{"prompt": "a"}')):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(line + "\n")
+        with pytest.raises(InputError, match=r"jsonl:1 has the task 'overall', .*give it another"):
+            load_prompts(path)

@@ -10,7 +10,7 @@ import torch
 from tiny import TEXT_FAMILIES, WRAPPED_FAMILIES, tiny_target
 
 from carryover.data.chat import conversation, render_prompt
-from carryover.data.prompts import Prompt
+from carryover.data.prompts import Prompt, load_prompts
 from carryover.data.record import Recorded, manifest_path, record, respond_batch
 from carryover.decode.engine import Engine
 from carryover.decode.processors import Penalties
@@ -175,6 +175,33 @@ def test_more_prompts_continue_a_recording(target, tmp_path):
     assert run(target, out, prompts(7)) == Recorded(written=3, found=4, too_long=0)
     run(target, tmp_path / "whole.jsonl", prompts(7))
     assert by_id(out) == by_id(tmp_path / "whole.jsonl")
+
+
+def test_another_prompt_of_the_same_id_is_not_taken_for_answered(target, tmp_path):
+    """Ids that are left out are FILE:LINE, which two files may share."""
+    out, files = tmp_path / "r.jsonl", [tmp_path / name / "p.jsonl" for name in "ab"]
+    for file, words in zip(files, (["w5", "w6"], ["w5", "w7"]), strict=True):
+        file.parent.mkdir()
+        file.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in words))
+    run(target, out, load_prompts(files[0]))
+    before = out.read_bytes(), manifest_path(out).read_bytes()
+    with pytest.raises(InputError, match=r"r\.jsonl:2 answers another prompt of the id 'p:2'; give the prompts ids"):
+        run(target, out, [*load_prompts(files[1]), *prompts(2)])
+    assert (out.read_bytes(), manifest_path(out).read_bytes()) == before
+    turns = [Prompt("t", "t", ["w5", "w6"])]
+    run(target, tmp_path / "turns.jsonl", turns)
+    with pytest.raises(InputError, match="answers another prompt of the id 't#2'"):
+        run(target, tmp_path / "turns.jsonl", [Prompt("t", "t", ["w5", "w9"])])
+
+
+def test_a_recording_for_these_prompts_only(target, tmp_path):
+    out = tmp_path / "r.jsonl"
+    run(target, out, prompts(4))
+    before = out.read_bytes(), manifest_path(out).read_bytes()
+    with pytest.raises(InputError, match=r"answers 'p[123]', which is not among the prompts; name another --out"):
+        run(target, out, prompts(1), only=True)
+    assert (out.read_bytes(), manifest_path(out).read_bytes()) == before
+    assert run(target, out, prompts(7), only=True).written == 3
 
 
 def test_another_recording_is_refused_and_untouched(target, tmp_path):

@@ -89,6 +89,8 @@ def test_choose_depends_on_the_generator_only():
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
+        {"temperature": 1e-40},
+        {"temperature": 0.0009},
         {"top_k": -1},
         {"top_k": 1.5},
         {"top_p": 0.0},

@@ -19,6 +19,7 @@ from carryover.errors import InputError
 from carryover.evaluate import diagnose as module
 from carryover.evaluate.diagnose import diagnose
 from carryover.evaluate.run import Plan, evaluate, ids_of
+from carryover.files import alone
 from carryover.formats import save_drafter
 from carryover.report import write_report
 from carryover.target import Target
@@ -66,6 +67,12 @@ def test_the_file(finished: tuple[Path, dict[str, Any]], target: Target, tmp_pat
         for task, figures in d["tasks"].items():
             assert figures[key] == stats["tasks"][task]["acceptance_length"]
         assert d["overall"][key] == stats["overall"]["acceptance_length"]
+
+
+def test_two_at_a_time_are_refused(target: Target, tmp_path: Path) -> None:
+    with alone(tmp_path), pytest.raises(InputError, match="another process works on"):
+        run(target, tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_later_turns_continue_from_the_answers(finished: tuple[Path, dict[str, Any]], target: Target) -> None:

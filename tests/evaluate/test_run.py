@@ -19,6 +19,7 @@ from carryover.drafter.modeling import Drafter
 from carryover.errors import InputError
 from carryover.evaluate.divergence import first_difference
 from carryover.evaluate.run import Plan, evaluate, few, ids_of, prompt_seed, read_trace, short_names
+from carryover.report import cautions
 from carryover.target import Target
 
 PROMPTS = [
@@ -222,6 +223,26 @@ def test_other_settings_are_refused(target: Target, drafters: dict[str, Drafter]
         evaluate(target, other, PROMPTS[:1], tmp_path, PLAN, progress=False)
 
 
+def test_another_chat_template_or_end_is_another_evaluation(drafters: dict[str, Drafter], tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    evaluate(target, {}, PROMPTS[:1], tmp_path, PLAN, progress=False)
+    assert target.tokenizer is not None
+    template = target.tokenizer.chat_template
+    target.tokenizer.chat_template = template + "{# another #}"
+    with pytest.raises(InputError, match=r"other settings \(chat_template "):
+        evaluate(target, {}, PROMPTS[:1], tmp_path, PLAN, progress=False)
+    target.tokenizer.chat_template = template
+    ends = target.model.generation_config.eos_token_id
+    target.model.generation_config.eos_token_id = [2, 3, 4, 5]
+    with pytest.raises(InputError, match=r"other settings \(stop_ids "):
+        evaluate(target, {}, PROMPTS[:1], tmp_path, PLAN, progress=False)
+    target.model.generation_config.eos_token_id = ends
+    settings = json.loads((tmp_path / "settings.json").read_text())  # of an earlier version, which had neither
+    del settings["settings"]["chat_template"], settings["settings"]["stop_ids"]
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    evaluate(target, {}, PROMPTS[:1], tmp_path, PLAN, progress=False)
+
+
 def test_the_same_drafters_elsewhere_go_on(target: Target, drafters: dict[str, Drafter], tmp_path: Path) -> None:
     before = evaluate(target, drafters, PROMPTS[:1], tmp_path, PLAN, progress=False)
     (tmp_path / "results.json").write_text("{")  # the trace has everything
@@ -239,7 +260,8 @@ def test_refusal_keeps_what_was_measured(target: Target, drafters: dict[str, Dra
         evaluate(target, more, PROMPTS[:1], tmp_path, PLAN, progress=False)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     settings = tmp_path / "settings.json"
-    for damage in ("", "{", "{}", "[]", '{"settings": {}, "environment": 1}'):
+    unreadable = '{"settings": {}, "environment": 1}', '{"settings": {}, "environment": {"sessions": "x"}}'
+    for damage in ("", "{", "{}", "[]", *unreadable):
         settings.write_text(damage)
         with pytest.raises(InputError, match=r"settings\.json is damaged"):
             evaluate(target, drafters, PROMPTS[:1], tmp_path, PLAN, progress=False)
@@ -261,7 +283,8 @@ def test_prompts_that_do_not_fit_are_left_out_and_named(tmp_path: Path) -> None:
     long = Prompt("long", "qa", [" ".join(["w9"] * 30)])
     later = Prompt("later", "qa", ["w9", " ".join(["w9"] * 30)])  # its second turn does not fit
     results = evaluate(target, {}, [PROMPTS[0], long, later], tmp_path / "a", PLAN, progress=False)
-    assert results["environment"]["skipped_prompts"] == ["long"]
+    assert results["environment"]["skipped_prompts"] == ["long"] and results["environment"]["cut_prompts"] == ["later"]
+    assert "Of 1 prompts a later turn did not fit into the target's context." in cautions(results)
     assert results["runs"][0]["overall"]["prompts"] == 2
     with pytest.raises(InputError, match="none of 1 prompts fits"):
         evaluate(target, {}, [long], tmp_path / "b", PLAN, progress=False)

@@ -153,6 +153,21 @@ def test_detecting_formats():
             detect_format(other)
 
 
+def test_architectures_of_any_kind_are_read(tmp_path):
+    with pytest.raises(InputError, match="no block drafter's"):
+        detect_format({"architectures": 5})
+    assert detect_format({"architectures": "Gemma4DSparkModel"}) == "deepspec"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(value, folder):
+    path = folder("zlab_dflash")
+    tensors = load_file(path / "model.safetensors")
+    tensors["layers.1.mlp.up_proj.weight"][3, 2] = value
+    save_file(tensors, path / "model.safetensors")
+    assert "layers.1.mlp.up_proj.weight" in refusal(path) and "are not all numbers" in refusal(path)
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 def test_damaged_files(folder, tmp_path):
     path = folder("zlab_dflash")

@@ -133,6 +133,16 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
     fresh = LabRecipe(**{**TINY.__dict__, "seed": 1})
     with pytest.raises(InputError, match="another recipe"):
         train_lab(tmp_path / "cut", fresh, say=lambda line: None)
+    for damage in (b"no checkpoint", (tmp_path / "cut" / "checkpoint.pt").read_bytes()[:300]):
+        (tmp_path / "cut" / "checkpoint.pt").write_bytes(damage)
+        with pytest.raises(InputError, match=r"checkpoint\.pt is damaged, or no checkpoint of the lab"):
+            train_lab(tmp_path / "cut", TINY, say=lambda line: None)
+    torch.save({"foreign": 1}, tmp_path / "cut" / "checkpoint.pt")
+    with pytest.raises(InputError, match="no checkpoint of the lab"):
+        train_lab(tmp_path / "cut", TINY, say=lambda line: None)
+    (tmp_path / "cut" / "checkpoint.pt").unlink()
+    with pytest.raises(InputError, match="already holds a model; name another --out"):
+        train_lab(tmp_path / "cut", TINY, say=lambda line: None)
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "cut", dtype=torch.float32)
     assert torch.equal(written.model.norm.weight, resumed.model.norm.weight)
 

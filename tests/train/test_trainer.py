@@ -250,6 +250,46 @@ def test_wrong_starts_are_refused_and_nothing_is_overwritten(target: Target, cor
     assert (base / "recipe.yaml").read_text() == recorded and equal(before, weights(base))
 
 
+def test_later_stages_take_no_other_drafter_than_their_start(target: Target, corpus: Path, tmp_path: Path) -> None:
+    """Settings of the drafter that a start cannot follow are named, not dropped; what is left out is the start's."""
+    r = recipe(corpus, tmp_path, steps=1)
+    base = train(r, "baseline", tmp_path / "base", target=target, progress=False)
+    config = Drafter.from_pretrained(base).config
+    own = {"intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads}
+    same = r.model_copy(update={"drafter": r.drafter.model_copy(update=own)})
+    train(same, "continued", tmp_path / "same", start=base, target=target, progress=False)
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"intermediate_size": 24}, "intermediate_size"),
+        ({"num_attention_heads": 2}, "num_attention_heads"),
+        ({"head_dim": 4}, "head_dim"),
+        ({"rope_theta": 77.0}, r"rope_theta [0-9.]+, not 77\.0"),
+        ({"sliding_causal": True}, "sliding_causal False, not True"),
+        ({"layer_types": ("sliding_attention",) * r.drafter.layers, "sliding_window": 8}, "layer_types .*sliding_win"),
+    ]
+    for change, words in others:
+        other = r.model_copy(update={"drafter": r.drafter.model_copy(update=change)})
+        for stage in ("continued", "carryover"):
+            with pytest.raises(InputError, match=rf"is not what the recipe's drafter section describes \(.*{words}"):
+                train(other, stage, tmp_path / "other", start=base, target=target)  # type: ignore[arg-type]
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_folder_of_a_run_is_no_stage(target: Target, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "baseline").mkdir(parents=True)
+    (tmp_path / "run" / "recipe.yaml").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(InputError, match=r"is the folder of `carryover run`, not of one stage; name another"):
+            train(recipe(corpus, tmp_path, steps=1), "baseline", tmp_path / "run", resume=resume, target=target)
+    assert (tmp_path / "run" / "recipe.yaml").read_text() == "mine"
+
+
+def test_a_drafter_that_does_not_fit_into_memory_is_named(target: Target, corpus: Path, tmp_path: Path) -> None:
+    r = recipe(corpus, tmp_path, steps=1)
+    huge = r.model_copy(update={"drafter": r.drafter.model_copy(update={"intermediate_size": 10**13})})
+    with pytest.raises(InputError, match="a drafter of this size cannot be made"):
+        train(huge, "baseline", tmp_path / "huge", target=target)
+
+
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
 def test_a_damaged_optimizer_is_named_and_the_checkpoint_before_it_is_enough(
     name: str, target: Target, corpus: Path, tmp_path: Path

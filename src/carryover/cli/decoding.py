@@ -90,7 +90,7 @@ def generate(
     loaded = loaded_target(target, dtype, device)
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
-    draft = loaded_drafter(drafter, loaded) if drafter else None
+    draft = loaded_drafter(drafter, loaded) if drafter is not None else None
     if proposals is not None and draft is None:
         raise InputError("--proposals is for a drafter; name one with --drafter.")
     engine = Engine(

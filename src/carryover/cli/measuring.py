@@ -183,7 +183,8 @@ def report(
     debug: DebugOption = False,
 ) -> None:
     """Write one self-contained HTML page about a run, and print its tables."""
-    from ..report import read_results, write_report
+    from ..evaluate.results import read_results
+    from ..report import write_report
 
     page = write_report(run)
     for path in sorted(run.rglob("results.json")):

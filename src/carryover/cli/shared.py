@@ -128,10 +128,14 @@ def loaded_drafter(path: str, target: Target) -> Drafter:
     return load_drafter(path, target, target.dtype, target.device)
 
 
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
 def template_options(text: str) -> dict[str, Any]:
     try:
-        options = json.loads(text)
-    except ValueError as error:
+        options = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--template must be JSON, such as '{{\"enable_thinking\": false}}', got {text!r}.") from error
     if not isinstance(options, dict):
         raise InputError(f"--template must be a JSON object, got {text!r}.")

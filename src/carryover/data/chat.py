@@ -155,8 +155,9 @@ def _text(tokenizer: Tokenizer, messages: Sequence[Message], options: Options | 
         return tokenizer.apply_chat_template(  # type: ignore[return-value]
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=prompt, **(options or {})
         )
-    except (TemplateError, TypeError, KeyError) as error:
-        raise InputError(f"the chat template refuses the messages: {error}.") from error
+    except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+        with_options = f" with the options {json.dumps(dict(options), default=str)}" if options else ""
+        raise InputError(f"the chat template refuses the messages{with_options}: {error}.") from error
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:

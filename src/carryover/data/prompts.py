@@ -17,6 +17,7 @@ from ..errors import InputError
 from .jsonl import jsonl_files, read_jsonl
 
 Paths = str | Path | Sequence[str | Path]
+OVERALL = "overall"  # what results call all tasks together
 # Suites that ship with the package, by name.
 SUITES = {f.name.removesuffix("_prompts.jsonl"): f for f in sorted(Path(__file__).parent.glob("*_prompts.jsonl"))}
 
@@ -75,10 +76,11 @@ def _prompt(where: str, record: dict[str, Any], file: Path) -> Prompt:
         "".join(turns).encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{where} holds half a character (a lone surrogate), which is no text.") from error
-    text = {key: str(record.get(key) or "") for key in ("id", "task", "source", "licence")}
-    return Prompt(
-        text["id"] or f"{stem}:{where.rpartition(':')[2]}", text["task"] or stem, turns, text["source"], text["licence"]
-    )
+    text = {key: str(record[key]) for key in ("id", "task", "source", "licence") if record.get(key) is not None}
+    name, task = text.get("id") or f"{stem}:{where.rpartition(':')[2]}", text.get("task") or stem
+    if task == OVERALL:
+        raise InputError(f"{where} has the task {OVERALL!r}, which is the name of all tasks together; give it another.")
+    return Prompt(name, task, turns, text.get("source", ""), text.get("licence", ""))
 
 
 def _balanced(prompts: list[Prompt], limit: int, seed: int) -> list[Prompt]:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -71,14 +71,16 @@ def record(
     engine: str = "transformers",
     progress: bool = True,
     penalties: Penalties = Penalties(),
+    only: bool = False,
 ) -> Recorded:
     """Appends the target's response to every prompt that `out` does not hold yet.
 
     Each line is {id, task, source, licence, prompt, prompt_ids, response_ids, response, finish}; of a prompt with
     several turns each is answered in sequence, as id#1, id#2 and so on. options: of the chat template. respond, engine:
     another way of generating and its name. penalties: those that the target will be served with; a `respond` of your
-    own has to see to them itself. Raises InputError, before anything is written, if `out` was recorded under other
-    conditions, if no prompt fits into the context, or if the template cannot render one.
+    own has to see to them itself. only: `out` may answer no other prompts. Raises InputError, before anything is
+    written, if `out` was recorded under other conditions or answers another prompt under the id of one of these, if no
+    prompt fits into the context, or if the template cannot render one.
     """
     out = Path(out)
     assert target.tokenizer is not None
@@ -103,8 +105,10 @@ def record(
         twice = next(name for name in names if names.count(name) > 1)
         raise InputError(f"two responses would have the id {twice!r} (turn N of a prompt is ID#N); rename a prompt.")
     _check_place(out, manifest)
+    asked = {_id(prompt, turn): text for prompt in prompts for turn, text in enumerate(prompt.turns)}
     with out.open("ab") as file, alone(out, wait=True), _bar(progress) as bar:
-        answers = _answers(out)
+        answers = _answers(out, asked, only)
+        _update_count(out, manifest)
         found, written, too_long = len(answers), 0, 0
         task = bar.add_task("recording", total=sum(len(p.turns) for p in prompts), tokens=0)
         for turn in range(max((len(p.turns) for p in prompts), default=0)):
@@ -210,8 +214,7 @@ def read_manifest(recording: Path) -> dict[str, Any] | None:
 
 
 def _check_place(out: Path, manifest: dict[str, Any]) -> None:
-    """Raises InputError unless responses can be added to `out`. A new one gets its manifest; in that of an old one the
-    number of prompts is brought up to date."""
+    """Raises InputError unless responses can be added to `out`. A new one gets its manifest."""
     if out.is_dir():
         raise InputError(f"{out} is a folder; name a file in it, such as {out / 'recorded.jsonl'}.")
     if out.suffix == ".gz":
@@ -229,21 +232,34 @@ def _check_place(out: Path, manifest: dict[str, Any]) -> None:
                 f"{out} was recorded with {key} {before.get(key)!r}, not {manifest.get(key)!r}; name another --out "
                 "(nothing was changed)."
             )
+
+
+def _update_count(out: Path, manifest: dict[str, Any]) -> None:
+    """Brings the number of prompts in the manifest of a recording up to date."""
+    before = read_manifest(out) or manifest
     if before.get("prompts") != manifest["prompts"]:
         content = json.dumps({**before, "prompts": manifest["prompts"]}, indent=1, ensure_ascii=False)
         write_text(manifest_path(out), content + "\n")
 
 
-def _answers(out: Path) -> dict[str, str]:
-    """The responses that `out` holds, by id; what a kill left of a line is dropped."""
+def _answers(out: Path, asked: Mapping[str, str], only: bool) -> dict[str, str]:
+    """The responses that `out` holds, by id; what a kill left of a line is dropped. asked: the prompts by id."""
     _drop_torn_line(out)
     answers = {}
     for where, row in read_jsonl(out):
         if not {"id", "response"} <= row.keys():
             raise InputError(f"{where} is no recorded response (it has no id or no response); restore or delete it.")
-        if str(row["id"]) in answers:
+        name = str(row["id"])
+        if name in answers:
             raise InputError(f"{where} answers {row['id']!r} a second time; take one of the two lines out.")
-        answers[str(row["id"])] = str(row["response"])
+        if only and name not in asked:
+            raise InputError(f"{where} answers {name!r}, which is not among the prompts; name another --out.")
+        if name in asked and row.get("prompt", asked[name]) != asked[name]:
+            raise InputError(
+                f"{where} answers another prompt of the id {name!r}; give the prompts ids that differ, or name another "
+                "--out."
+            )
+        answers[name] = str(row["response"])
     return answers
 
 

@@ -20,6 +20,9 @@ from ..errors import InputError
 Generators = torch.Generator | list[torch.Generator] | None
 
 
+LEAST = 1e-3  # below, scores may leave the range of fp32, and only the argmax is ever drawn
+
+
 @dataclass(frozen=True)
 class Sampling:
     """temperature: 0 is greedy, whatever the rest says. top_k 0, top_p 1 and min_p 0 keep all tokens.
@@ -35,6 +38,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise InputError(f"temperature must be a finite number of at least 0, got {self.temperature}.")
+        if 0 < self.temperature < LEAST:
+            raise InputError(f"temperature must be 0 (greedy) or at least {LEAST}, got {self.temperature}.")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise InputError(f"top_k must be a whole number of at least 0 (0 keeps all tokens), got {self.top_k}.")
         if not 0 < self.top_p <= 1:

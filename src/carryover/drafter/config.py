@@ -163,6 +163,11 @@ class DrafterConfig(PretrainedConfig):
                 f"drafter config: rope_parameters must give rope_theta and a rope_type out of {', '.join(ROPE_TYPES)}, "
                 f"got {rope}."
             )
+        factor = rope.get("factor")
+        if rope["rope_type"] != "default" and (not isinstance(factor, int | float) or not 0 < factor < math.inf):
+            raise InputError(
+                f"drafter config: rope_parameters of type {rope['rope_type']} need a factor above 0, got {factor!r}."
+            )
         for field, value in (("rms_norm_eps", self.rms_norm_eps), ("rope_theta", rope["rope_theta"])):
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise InputError(f"drafter config: {field} must be a number above 0, got {value!r}.")
@@ -176,8 +181,12 @@ class DrafterConfig(PretrainedConfig):
                 f"drafter config: layer_types must name full_attention or sliding_attention for each of "
                 f"{self.num_hidden_layers} layers, got {self.layer_types}."
             )
-        if "sliding_attention" in (self.layer_types or ()) and (self.sliding_window or 0) < 1:
-            raise InputError("drafter config: layer_types names sliding_attention, so sliding_window must be set.")
+        window = self.sliding_window if isinstance(self.sliding_window, int) else 0
+        if "sliding_attention" in (self.layer_types or ()) and window < 1:
+            raise InputError(
+                "drafter config: layer_types names sliding_attention, so sliding_window must be a number of rows, got "
+                f"{self.sliding_window!r}."
+            )
         if self.confidence and self.confidence_with_markov and not self.markov_rank:
             raise InputError("drafter config: confidence_with_markov needs a Markov head (markov_rank above 0).")
         if self.num_target_layers:

@@ -25,7 +25,7 @@ from ..decode.engine import Batch, Engine, Request
 from ..decode.trace import Generation, Round
 from ..drafter.modeling import Drafter
 from ..errors import InputError
-from ..files import write_text
+from ..files import alone, write_text
 from ..target import Target
 from .attention import add, attention, attention_sums
 from .gain import explain
@@ -57,6 +57,22 @@ def diagnose(
     named = {f"{role} {path}": d for role, (path, d) in (("drafter", drafter), ("baseline", baseline))}
     settings = settings_of(target, named, prompts, plan, [])
     out.mkdir(parents=True, exist_ok=True)
+    with alone(out):
+        return _diagnose(target, drafter, baseline, prompts, skipped, out, plan, settings, progress)
+
+
+def _diagnose(
+    target: Target,
+    drafter: tuple[str, Drafter],
+    baseline: tuple[str, Drafter],
+    prompts: Sequence[Prompt],
+    skipped: Sequence[str],
+    out: Path,
+    plan: Plan,
+    settings: dict[str, Any],
+    progress: bool,
+) -> dict[str, Any]:
+    """`diagnose`, once it is known what runs. skipped: ids of prompts that did not fit."""
     check_settings(out / SETTINGS, settings)
     done = read_records(out / RECORDS)
     session = open_session(out / SETTINGS, settings, target, unfinished=len(done) < len(prompts))

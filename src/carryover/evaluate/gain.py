@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..data.prompts import OVERALL
 from .recall import accepted
 from .reconvergence import Response, prompt_sums, round_figures
-from .results import OVERALL, interval, known
+from .results import interval, known
 from .stats import Sums, divide, draws, percentiles, ratio_intervals
 
 Floats = NDArray[np.float64]

@@ -6,13 +6,17 @@ twice.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..data.prompts import OVERALL
+from ..errors import InputError
 from .acceptance import (
     Responses,
     acceptance_by_position,
@@ -24,8 +28,6 @@ from .acceptance import (
 )
 from .speed import same_output, speed_sums, time_shares
 from .stats import gain, gain_interval, quotient_interval, ratio_interval
-
-OVERALL = "overall"
 
 
 @dataclass
@@ -117,6 +119,16 @@ def compare(a: Run, b: Run, task: str, seed: int = 0) -> dict[str, Any]:
         "speedup_gain": known(gain(*speed)),
         "speedup_gain_ci95": interval(gain_interval(*speed, seed)),
     }
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """A results file. Raises InputError when it is not one."""
+    try:
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        assert results["runs"][0]["overall"] and "comparisons" in results
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
+        raise InputError(f"{path} is not a results file of `carryover evaluate`; evaluate again.") from error
+    return results
 
 
 def known(value: float) -> float | None:

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..data.chat import conversation, render_prompt
+from ..data.chat import conversation, render_prompt, template_fingerprint
 from ..data.prompts import Prompt
 from ..decode.engine import Engine, Request
 from ..decode.processors import Penalties
@@ -135,8 +135,8 @@ def evaluate(
     """Decodes all prompts with all methods and returns the results, which are also in `out/results.json`.
 
     drafters: by path (or hub id), in the order of comparison. engines: what decodes, named by `plan.engine`. Prompts
-    too long for the target are left out and listed in the environment. Raises InputError when `out` holds an evaluation
-    with other settings or nothing can be decoded.
+    too long for the target are left out, later turns that are too long as well; both are listed in the environment.
+    Raises InputError when `out` holds an evaluation with other settings or nothing can be decoded.
     """
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; name a folder as --out.")
@@ -291,6 +291,8 @@ def settings_of(
         "threads": torch.get_num_threads(),
         "drafters": {path: drafter.digest() for path, drafter in drafters.items()},
         "methods": [method.name for method in methods],
+        "chat_template": template_fingerprint(target.tokenizer) if target.tokenizer else "",
+        "stop_ids": sorted(target.stop_ids),
         "prompts": f"{len(prompts)}, {hashlib.sha256(texts.encode()).hexdigest()[:16]}",
         **asdict(plan),
     }
@@ -303,12 +305,12 @@ def check_settings(path: Path, settings: dict[str, Any]) -> dict[str, Any] | Non
     try:
         record = json.loads(path.read_text())
         defaults = {"compile": False, "stop_loops": False, "carry_rows": [], "proposals": [], "engine": "embedded"}
-        before, _ = defaults | record["settings"], record["environment"]["sessions"]
+        before, _ = defaults | record["settings"], record["environment"]["sessions"] + 0
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged; restore it, or name another --out.") from error
     changed = []
     for key, value in json.loads(json.dumps(settings)).items():
-        there = before.get(key)
+        there = before.get(key, value if key in ("chat_template", "stop_ids") else None)  # newer than some evaluations
         if isinstance(there, dict) and isinstance(value, dict):
             if key == "drafters" and list(there.values()) == list(value.values()):
                 continue  # the same drafters, wherever they lie
@@ -393,6 +395,8 @@ def results_of(
     session: dict[str, Any],
 ) -> dict[str, Any]:
     runs = [Run(m.name, m.drafter, m.carry) for m in methods]
+    if cut := [p.id for p in prompts if len(done[p.id][PLAIN]) < len(p.turns)]:
+        session = {**session, "cut_prompts": cut}
     counters = {m.name: counts for m in methods if (counts := getattr(m.engine, "counters", None))}
     for run in runs:
         for prompt in prompts:

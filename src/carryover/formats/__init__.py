@@ -80,6 +80,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise
         raise InputError(f"{folder / 'config.json'} is malformed: {error}.") from error
     tensors = read_tensors(folder)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise InputError(f"the weights {name} in {folder} are not all numbers; such a drafter cannot be used.")
     if form == "carryover":
         return Checkpoint(form, config.checked(), tensors, None, None)
     carry = sidecar.read(folder, config)
@@ -93,7 +96,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def detect_format(raw: dict[str, Any]) -> Format:
     """Which format a parsed `config.json` has. Raises InputError for one that is no block drafter's."""
-    architecture = str((raw.get("architectures") or [None])[0])
+    architectures = raw.get("architectures") or [None]
+    architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
     if raw.get("model_type") == DrafterConfig.model_type:
         return "carryover"
     if "speculators_model_type" in raw or "speculators_config" in raw:

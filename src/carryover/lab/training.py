@@ -243,9 +243,12 @@ def train_lab(
     compiler). stop_at: leave after this many steps, as if killed. Raises InputError when the checkpoint is of another
     recipe.
     """
+    from ..errors import InputError
     from .measure import save_target
 
     recipe = recipe or LabRecipe()
+    if (out / "config.json").exists() and not (out / CHECKPOINT).exists():
+        raise InputError(f"{out} already holds a model; name another --out.")
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     words, model = Words(tokenizer), build_model(recipe, tokenizer)
@@ -294,8 +297,12 @@ def _resume(
 
     if not path.exists():
         return 0, 0.0
-    state = torch.load(path, weights_only=True)
-    if state["recipe"] != asdict(recipe):
+    try:
+        state = torch.load(path, weights_only=True)
+        same = state["recipe"] == asdict(recipe)
+    except Exception as error:  # torch has many for a file that is none of its own
+        raise InputError(f"{path} is damaged, or no checkpoint of the lab; delete it to begin anew.") from error
+    if not same:
         raise InputError(f"{path} belongs to another recipe; choose another folder or delete the file.")
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):

@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from ..errors import InputError
+from ..evaluate.results import read_results
 from ..files import write_text
 from . import figures, tables
 
@@ -58,16 +59,6 @@ def write_report(run: Path, title: str = "", out: Path | None = None) -> Path:
     out = out or run / PAGE
     write_text(out, page)
     return out
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """A results file. Raises InputError when it is not one."""
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        assert results["runs"][0]["overall"] and "comparisons" in results
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
-        raise InputError(f"{path} is not a results file of `carryover evaluate`; evaluate again.") from error
-    return results
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -184,6 +175,8 @@ def cautions(results: Mapping[str, Any]) -> list[str]:
         found.append(f"The machine was busy at the start (load average {load:.1f} on {cores} cores).")
     if env.get("skipped_prompts"):
         found.append(f"{len(env['skipped_prompts'])} prompts did not fit into the target's context and were left out.")
+    if env.get("cut_prompts"):
+        found.append(f"Of {len(env['cut_prompts'])} prompts a later turn did not fit into the target's context.")
     return found
 
 

@@ -24,6 +24,7 @@ STYLE: Any = {
     "axes.axisbelow": True,
     "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text: small files, searchable pages
+    "text.parse_math": False,  # a $ in a name is a dollar
     "svg.hashsalt": "carryover",  # the same data give the same file
 }
 Log = Sequence[Mapping[str, Any]]  # records of train_log.jsonl

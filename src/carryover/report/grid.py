@@ -14,6 +14,7 @@ from statistics import mean
 from typing import Any
 
 from ..errors import InputError
+from ..evaluate.results import read_results
 from ..files import write_text
 
 TABLE = "grid.md"
@@ -31,7 +32,9 @@ def write(out: Path, names: Sequence[str]) -> None:
     """Writes `grid-tT.json` for every temperature T there are evaluations at, and `grid.md`, from what is finished."""
     pages = []
     folders = {path.parent.name for name in names for path in (out / name).glob("t*/results.json")}
-    temperatures = [folder for folder in folders if re.fullmatch(r"t[0-9.e-]*[0-9]", folder)]  # others are the user's
+    temperatures = [
+        folder for folder in folders if re.fullmatch(r"t\d+(\.\d+)?(e[+-]?\d+)?", folder)
+    ]  # others are the user's
     for temperature in sorted(temperatures, key=lambda t: float(t[1:])):
         results = joined(out, names, temperature)
         write_text(out / f"grid-{temperature}.json", json.dumps(results, indent=1) + "\n")
@@ -46,7 +49,7 @@ def joined(out: Path, names: Sequence[str], temperature: str) -> Json:
         path = out / name / temperature / "results.json"
         if not path.exists():
             continue
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = read_results(path)
         results["environment"].pop("platform", None)  # the kernel's name says nothing about the figures
         cell, _, seed = name.rpartition("-s")
 
@@ -75,6 +78,8 @@ def joined(out: Path, names: Sequence[str], temperature: str) -> Json:
 
 def percent(comparison: Json) -> str:
     low, high = comparison["acceptance_gain_ci95"]
+    if comparison["acceptance_gain"] is None or low is None:
+        return "–"
     return f"{100 * comparison['acceptance_gain']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
@@ -97,8 +102,10 @@ def table(results: Json) -> str:
     for name in sorted(results["cells"]):
         cell, _, seed = name.rpartition("-s")
         against = [gains[of(name, "carryover"), of(name, stage)] for stage in ("continued", "start")]
-        means.setdefault(cell, []).append((against[0]["acceptance_gain"], against[1]["acceptance_gain"]))
-        figures = [f"{length[of(name, stage)]:.2f}" if of(name, stage) in length else "" for stage in STAGES]
+        if None not in (pair := (against[0]["acceptance_gain"], against[1]["acceptance_gain"])):
+            means.setdefault(cell, []).append(pair)
+        lengths = [length.get(of(name, stage)) for stage in STAGES]
+        figures = ["" if value is None else f"{value:.2f}" for value in lengths]
         lines.append(f"| {cell} | {seed} | {' | '.join(figures)} | {percent(against[0])} | {percent(against[1])} |")
     for cell, pairs in means.items():
         continued, start = (f"{100 * mean(pair[i] for pair in pairs):+.1f}" for i in (0, 1))
@@ -113,13 +120,14 @@ def task_table(results: Json) -> str:
         cells.setdefault(name.rpartition("-s")[0], []).append(name)
     rows = {}
     for task in results["runs"][0]["tasks"]:
-        gains = gains_of(results, task)
+        known = {pair: c["acceptance_gain"] for pair, c in gains_of(results, task).items()}
         rows[task] = [
-            [100 * gains[of(name, "carryover"), of(name, "continued")]["acceptance_gain"] for name in names]
+            [100 * gain for name in names if (gain := known[of(name, "carryover"), of(name, "continued")]) is not None]
             for names in cells.values()
         ]
     lines = [f"| task | {' | '.join(cells)} |", "|---" * (len(cells) + 1) + "|"]
-    for task, values in sorted(rows.items(), key=lambda row: -mean(row[1][0])):
-        shown = [f"{mean(v):+.0f}" + (f" ({', '.join(f'{x:+.0f}' for x in v)})" if len(v) > 1 else "") for v in values]
+    for task, values in sorted(rows.items(), key=lambda row: -mean(row[1][0] or [0])):
+        shown = [f"{mean(v):+.0f}" + (f" ({', '.join(f'{x:+.0f}' for x in v)})" if len(v) > 1 else "") if v else "–"
+                 for v in values]  # fmt: skip
         lines.append(f"| {task} | {' | '.join(shown)} |")
     return "\n".join(lines)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import rich.box
 import rich.table
+from rich.markup import escape
 
 RESULTS = ("method", "tokens / verification", "tokens / s", "speedup", "draft", "verify", "carried rows", "output")
 GAINS = ("comparison", "task", "acceptance", "speed")
@@ -137,13 +138,15 @@ def _attention_table(a: Mapping[str, Any]) -> Table:
 
 def to_rich(table: Table, title: str = "") -> rich.table.Table:
     """For a terminal: the first column wraps where the terminal is narrow, figures never do."""
-    shown = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    shown = rich.table.Table(
+        title=escape(title), title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=0
+    )
     for i, head in enumerate(table.heads):
         shown.add_column(
             head, justify="right" if i else "left", no_wrap=i > 0, overflow="fold" if i == 0 else "ellipsis"
         )
     for row in table.rows:
-        shown.add_row(*row)
+        shown.add_row(*map(escape, row))
     return shown
 
 

@@ -6,6 +6,7 @@ Source: SPEC 6.2 (fresh optimizer and schedule, the checkpoint of the baseline),
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,8 @@ from .warm_start import start_from_drafter, start_from_target
 
 SHAPE = ("num_hidden_layers", "target_layer_ids", "block_size", "slots", "mask_token_id", "draft_vocab_size",
          "markov_rank", "markov_kind")  # fmt: skip
+OPTIONAL = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta", "layer_types",
+            "sliding_window", "sliding_window_from_anchor", "sliding_causal")  # fmt: skip
 
 
 def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | None) -> Drafter:
@@ -32,7 +35,11 @@ def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | No
             )
         config = without_carry(drafter_config(recipe, target))
         torch.manual_seed(recipe.seed)
-        drafter = Drafter(config)
+        try:
+            drafter = Drafter(config)
+        except RuntimeError as error:  # torch's way of saying that there is no memory for it
+            reason = str(error).splitlines()[0]
+            raise InputError(f"a drafter of this size cannot be made ({reason}); make it smaller.") from error
         if recipe.drafter.start == "target":
             start_from_target(drafter, target)
         elif (name := recipe.drafter.start_drafter) is not None:
@@ -46,11 +53,16 @@ def start_drafter(recipe: Recipe, stage: Stage, target: Target, start: Path | No
         raise InputError(f"the {stage} stage needs the checkpoint it starts from; name it with --start.")
     drafter = load_drafter(start, target, dtype=torch.float32)
     wanted = drafter_config(recipe, target)
-    changed = [key for key in SHAPE if getattr(wanted, key) != getattr(drafter.config, key)]
+    given = [key for key in OPTIONAL if getattr(recipe.drafter, key)]  # what is left out is the checkpoint's
+    changed = [key for key in (*SHAPE, *given) if _value(wanted, key) != _value(drafter.config, key)]
     if changed:
-        was = ", ".join(f"{key} {getattr(drafter.config, key)}, not {getattr(wanted, key)}" for key in changed)
+        was = ", ".join(f"{key} {_value(drafter.config, key)}, not {_value(wanted, key)}" for key in changed)
         raise InputError(f"the checkpoint {start} is not what the recipe's drafter section describes ({was}).")
     return drafter if stage == "continued" else with_carry(drafter, recipe)
+
+
+def _value(config: DrafterConfig, key: str) -> Any:
+    return (config.rope_parameters or {}).get(key) if key == "rope_theta" else getattr(config, key)
 
 
 def without_carry(config: DrafterConfig) -> DrafterConfig:

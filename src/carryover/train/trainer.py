@@ -381,6 +381,8 @@ def train(
     checkpoint = last_checkpoint(out) if out.exists() else None
     if not resume and (any(out.glob("checkpoint-*")) or (out / RUN).exists()):
         raise InputError(f"{out} already holds checkpoints of a run; add --resume to go on, or name another --out.")
+    if (out / "recipe.yaml").exists() and not (out / RUN).exists():
+        raise InputError(f"{out} is the folder of `carryover run`, not of one stage; name another --out.")
     if checkpoint is None and (out / WEIGHTS).exists():
         raise InputError(f"{out} already holds a drafter and no checkpoint to go on from; name another --out.")
     if checkpoint is not None:
