@@ -13,6 +13,7 @@ from drafters import random_drafter
 from tiny import save_target, tiny_target
 from typer.testing import CliRunner
 
+import carryover
 from carryover import cli
 from carryover.decode.engine import Engine
 from carryover.formats import load_drafter, save_drafter
@@ -230,6 +231,10 @@ def test_lab_prompts(tmp_path: Path) -> None:
     assert len((tmp_path / "train_prompts.jsonl").read_text().splitlines()) == 9
 
 
+def test_version() -> None:
+    assert call("--version") == f"carryover {carryover.__version__}\n"
+
+
 # ---- what is wrong -------------------------------------------------------------------------------------------------
 def test_missing_files(files: Files, tmp_path: Path) -> None:
     generate = ("generate", "--target", files.target, "--prompt", "w8")
@@ -239,6 +244,11 @@ def test_missing_files(files: Files, tmp_path: Path) -> None:
     assert "nowhere.jsonl" in call(*evaluate, tmp_path / "nowhere.jsonl", code=2)
     assert "no prompts of task 'maths'" in call(*evaluate, files.prompts, "--task", "maths", code=2)
     assert "nowhere" in call("report", tmp_path / "nowhere", code=2)
+    assert "no target 'smolm2'; did you mean smollm2?" in call(
+        "generate", "--target", "smolm2", "--prompt", "w", code=2
+    )
+    missing = call(*evaluate, tmp_path / "lab" / "eval_prompts.jsonl", code=2)
+    assert f"`carryover lab --prompts-only --out {tmp_path / 'lab'}` writes the lab's" in missing
     assert "nowhere" in call("parity", tmp_path / "nowhere", code=2)
     assert "nowhere" in call("train", tmp_path / "nowhere", "--stage", "baseline", "--out", tmp_path / "o", code=2)
     suites = "gsm8k_test, gsm8k_train, smollm2_demo"

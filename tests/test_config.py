@@ -296,6 +296,7 @@ TINY = {  # a tiny target of the same family, and what has to shrink with it
     "smollm2-markov": ("llama", 30, ["drafter.draft_vocab_size=null"]),
     "smollm2-gpu": ("llama", 30, ["drafter.draft_vocab_size=null"]),
     "qwen3-4b": ("qwen3", 8, ["drafter.target_layer_ids=null", "drafter.mask_token_id=null"]),
+    "qwen3-4b-markov": ("qwen3", 8, ["drafter.target_layer_ids=null", "drafter.mask_token_id=null"]),
     "gemma4-12b": ("gemma4_unified", 8, ["drafter.target_layer_ids=null"]),
 }
 
@@ -324,7 +325,7 @@ def test_shipped_grids_resolve(grid):
 def test_shipped_recipes_resolve(path):
     family, layers, overrides = TINY[path.stem]
     recipe = Recipe.load(path, overrides)
-    target = tiny_target(family, layers=layers, vocab=96) if path.stem != "qwen3-4b" else tiny_target(
+    target = tiny_target(family, layers=layers, vocab=96) if family != "qwen3" else tiny_target(
         family, layers=layers, vocab=96, vocab_size=128
     )  # fmt: skip
     if path.stem.startswith("lab"):
@@ -332,7 +333,8 @@ def test_shipped_recipes_resolve(path):
     config = drafter_config(recipe, target)
     markov = path.stem.endswith(("markov", "math", "gpu"))
     assert config.num_hidden_layers == recipe.drafter.layers
-    assert config.carry == ("projector" if path.stem in ("smollm2-dflash", "smollm2-math") else "embedding")
+    projecting = ("smollm2-dflash", "smollm2-math", "qwen3-4b-markov")
+    assert config.carry == ("projector" if path.stem in projecting else "embedding")
     assert config.slots == ("next_token" if markov else "fill_in") and bool(config.markov_rank) == markov
     assert config.num_proposals == (7 if path.stem in ("smollm2-markov", "smollm2-math", "smollm2-dflash") else 15)
     assert recipe.train.continued.steps == recipe.train.carryover.steps

@@ -142,6 +142,16 @@ def test_names_mean_nothing_to_plots_and_tables(tmp_path: Path) -> None:
     assert "[bold]q$_$" in shown.getvalue() and "a$x^$" in shown.getvalue() and "[x] $y" in shown.getvalue()
 
 
+def test_runs_that_propose_as_many_are_compared() -> None:
+    results, names = example(), ["base", "base (3 proposals)", "carry", "carry (1 proposal)", "carry (3 proposals)"]
+    gain = results["comparisons"][-1]
+    results["comparisons"] = [{**gain, "a": a, "b": b} for a in names for b in names if a != b]
+    shown = {tuple(row[0].split(" against ")) for row in gains_table(results).rows}
+    with_three, same = {"base (3 proposals)", "carry (3 proposals)"}, {n for n in names if n.startswith("carry")}
+    pairs = [{"base", "carry"}, with_three, {"base", "base (3 proposals)"}, *({a, b} for a in same for b in same)]
+    assert shown == {(a, b) for a in names for b in names if a != b and {a, b} in pairs}
+
+
 def test_page_without_drafters(tmp_path: Path) -> None:
     results = example()
     results["runs"], results["comparisons"] = results["runs"][:1], []

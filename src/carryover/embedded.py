@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -65,6 +66,10 @@ def located(target: str | Path) -> str:
         return str(EMBEDDED[name]())
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise InputError(f"there is no target folder {name!r}; name a folder, a hub id, {' or '.join(EMBEDDED)}.")
+    if not Path(name).is_dir() and (
+        close := get_close_matches(name, EMBEDDED, 1, 0.8)
+    ):  # not a hub's: those have owners
+        raise InputError(f"there is no target {name!r}; did you mean {close[0]}?")
     return name
 
 

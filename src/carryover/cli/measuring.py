@@ -188,6 +188,7 @@ def report(
 
     page = write_report(run)
     for path in sorted(run.rglob("results.json")):
+        typer.echo(f"{path.parent}:")
         _print_results(read_results(path))
     typer.echo(f"report: {page}")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from .. import __version__
 from ..errors import InputError
 
 if TYPE_CHECKING:
@@ -41,6 +42,21 @@ class Commands(TyperGroup):
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
     "Trains, measures and serves block drafters that recycle rejected states (Carryover Drafting)."
 ))  # fmt: skip
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"carryover {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def everywhere(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 def _debug(ctx: typer.Context, value: bool) -> None:

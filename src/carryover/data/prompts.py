@@ -47,7 +47,9 @@ def load_prompts(
     suites = ", ".join(SUITES)
     for path in [paths] if isinstance(paths, str | Path) else paths:
         if str(path) not in SUITES and not Path(path).exists():
-            raise InputError(f"there is no file or folder {path}, and no packaged suite of that name ({suites}).")
+            of_lab = Path(path).name in ("train_prompts.jsonl", "eval_prompts.jsonl")
+            hint = f" `carryover lab --prompts-only --out {Path(path).parent}` writes the lab's." if of_lab else ""
+            raise InputError(f"there is no file or folder {path}, and no packaged suite of that name ({suites}).{hint}")
         for file in jsonl_files(SUITES.get(str(path), Path(path))):
             for where, record in read_jsonl(file):
                 prompt = _prompt(where, record, file)

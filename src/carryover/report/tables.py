@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,14 +37,22 @@ def task_table(results: Mapping[str, Any]) -> Table:
 
 
 def gains_table(results: Mapping[str, Any], overall_only: bool = False) -> Table:
-    """One row per comparison and task, the gains over all prompts first."""
-    overall = [c for c in results["comparisons"] if c["task"] == "overall"]
-    by_task = [c for c in results["comparisons"] if c["task"] != "overall" and not overall_only]
+    """One row per comparison and task, the gains over all prompts first. Two drafters that propose different numbers of
+    tokens are not set against each other; results.json does that too."""
+    alike = [c for c in results["comparisons"] if _like_with_like(c["a"], c["b"])]
+    overall = [c for c in alike if c["task"] == "overall"]
+    by_task = [c for c in alike if c["task"] != "overall" and not overall_only]
     rows = [
         [f"{c['a']} against {c['b']}", c["task"], _gain(c, "acceptance_gain"), _gain(c, "speedup_gain")]
         for c in (*overall, *by_task)
     ]
     return Table(GAINS, rows)
+
+
+def _like_with_like(a: str, b: str) -> bool:
+    """Whether two runs propose as many tokens, or are one drafter that proposes more and fewer."""
+    (name_a, few_a), (name_b, few_b) = (re.fullmatch(r"(.*?)( \(\d+ proposals?\))?", x).groups() for x in (a, b))  # type: ignore[union-attr]
+    return few_a == few_b or name_a == name_b
 
 
 def diagnostics_tables(d: Mapping[str, Any]) -> dict[str, Table]:
