@@ -1,7 +1,7 @@
 """How weights lie in memory, for products with few rows on a CPU. Values and their number do not change.
 
-MKL multiplies 2 to 64 rows with a float32 weight up to twice as fast when the weight is stored by input instead of by
-output on the Intel processors it was measured on, and is not slower otherwise; in bfloat16 it makes no difference (docs/speed.md).
+On Intel processors MKL multiplies 2 to 64 rows with a float32 weight up to twice as fast when the weight is stored by
+input instead of by output, and is not slower otherwise; in bfloat16 it makes no difference (docs/speed.md).
 """
 
 from __future__ import annotations
