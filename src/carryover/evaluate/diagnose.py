@@ -58,39 +58,24 @@ def diagnose(
     settings = settings_of(target, named, prompts, plan, [])
     out.mkdir(parents=True, exist_ok=True)
     with alone(out):
-        return _diagnose(target, drafter, baseline, prompts, skipped, out, plan, settings, progress)
-
-
-def _diagnose(
-    target: Target,
-    drafter: tuple[str, Drafter],
-    baseline: tuple[str, Drafter],
-    prompts: Sequence[Prompt],
-    skipped: Sequence[str],
-    out: Path,
-    plan: Plan,
-    settings: dict[str, Any],
-    progress: bool,
-) -> dict[str, Any]:
-    """`diagnose`, once it is known what runs. skipped: ids of prompts that did not fit."""
-    check_settings(out / SETTINGS, settings)
-    done = read_records(out / RECORDS)
-    session = open_session(out / SETTINGS, settings, target, unfinished=len(done) < len(prompts))
-    session["skipped_prompts"] = skipped
-    with counted(len(prompts), len(done), progress, "diagnosing") as advance, (out / RECORDS).open("a") as file:
-        for prompt in prompts:
-            if prompt.id not in done:
-                done[prompt.id] = probe(target, drafter[1], baseline[1], prompt, plan)
-                file.write(json.dumps(done[prompt.id]) + "\n")
-                file.flush()
-                advance()
-    proposals = drafter[1].config.num_proposals
-    result = {
-        "target": target.name, "drafter": drafter[0], "baseline": baseline[0], "proposals": proposals,
-        "max_new_tokens": plan.max_new_tokens, "seed": plan.seed, "environment": session,
-        **figures_of([done[prompt.id] for prompt in prompts], proposals, plan.seed),
-    }  # fmt: skip
-    write_text(out / FILE, json.dumps(result, indent=1) + "\n")
+        check_settings(out / SETTINGS, settings)
+        done = read_records(out / RECORDS)
+        session = open_session(out / SETTINGS, settings, target, unfinished=len(done) < len(prompts))
+        session["skipped_prompts"] = skipped
+        with counted(len(prompts), len(done), progress, "diagnosing") as advance, (out / RECORDS).open("a") as file:
+            for prompt in prompts:
+                if prompt.id not in done:
+                    done[prompt.id] = probe(target, drafter[1], baseline[1], prompt, plan)
+                    file.write(json.dumps(done[prompt.id]) + "\n")
+                    file.flush()
+                    advance()
+        proposals = drafter[1].config.num_proposals
+        result = {
+            "target": target.name, "drafter": drafter[0], "baseline": baseline[0], "proposals": proposals,
+            "max_new_tokens": plan.max_new_tokens, "seed": plan.seed, "environment": session,
+            **figures_of([done[prompt.id] for prompt in prompts], proposals, plan.seed),
+        }  # fmt: skip
+        write_text(out / FILE, json.dumps(result, indent=1) + "\n")
     return result
 
 
