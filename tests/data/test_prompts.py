@@ -90,9 +90,9 @@ def test_limit_is_balanced_deterministic_and_in_file_order(tmp_path):
 
 def test_packaged_questions_of_mathematics_for_training_and_for_measuring():
     train, test, demo = (load_prompts(name) for name in ("gsm8k_train", "gsm8k_test", "smollm2_demo"))
-    assert (len(train), len(test)) == (1384, 80) and {p.licence for p in train + test} == {"MIT"}
+    assert (len(train), len(test)) == (2768, 80) and {p.licence for p in train + test} == {"MIT"}
     asked = {p.turns[0] for p in train}
-    assert len(asked) == 1384 and not asked & {p.turns[0] for p in test + demo}
+    assert len(asked) == 2768 and not asked & {p.turns[0] for p in test + demo}
 
 
 def test_packaged_suite():

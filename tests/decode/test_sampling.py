@@ -77,6 +77,20 @@ def test_a_draw_at_the_very_edge_has_weight(u, monkeypatch):
     assert draw(weights).tolist() == ([1, 2] if u == 0 else [3, 4])
 
 
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000, 49_152])
+def test_a_draw_is_the_inverse_of_the_running_sum(size):
+    """However many chunks it is computed in, and never a token of weight zero."""
+    generator = torch.Generator().manual_seed(2)
+    weights = torch.rand(3, 40, size, generator=generator) ** 8
+    weights[torch.rand(weights.shape, generator=generator) < 0.7] = 0
+    weights[..., size // 2] += 1e-6
+    drawn = draw(weights, torch.Generator().manual_seed(3))
+    u = torch.rand((3, 40, 1), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    cumulative = weights.double().cumsum(-1)
+    assert torch.equal(drawn, (cumulative <= u * cumulative[..., -1:]).sum(-1))
+    assert (weights.gather(-1, drawn[..., None]) > 0).all()
+
+
 def test_choose_depends_on_the_generator_only():
     sampling, logits = Sampling(1.0), torch.randn(64, 50)
     first, again, other = (sampling.choose(logits, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
