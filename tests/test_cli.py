@@ -251,7 +251,7 @@ def test_missing_files(files: Files, tmp_path: Path) -> None:
     assert f"`carryover lab --prompts-only --out {tmp_path / 'lab'}` writes the lab's" in missing
     assert "nowhere" in call("parity", tmp_path / "nowhere", code=2)
     assert "nowhere" in call("train", tmp_path / "nowhere", "--stage", "baseline", "--out", tmp_path / "o", code=2)
-    suites = "gsm8k_test, gsm8k_train, smollm2_demo"
+    suites = "gsm8k_dev, gsm8k_test, gsm8k_train, smollm2_demo"
     assert f"no packaged suite of that name ({suites})" in call(*evaluate, "smollm2_dem", code=2)
 
 

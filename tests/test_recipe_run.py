@@ -87,6 +87,33 @@ def test_a_given_corpus_is_not_recorded(settings: dict[str, Any], target: Target
     assert [r["overall"]["acceptance_length"] for r in runs[0]] == [r["overall"]["acceptance_length"] for r in runs[1]]
 
 
+def test_several_temperatures_are_several_responses(
+    settings: dict[str, Any], target: Target, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A file for each, with other random numbers; one corpus; recorded once, also by a grid."""
+    recipe = Recipe.model_validate({**settings, "record": {**settings["record"], "temperature": [0, 0.7, 0.7]}})
+    assert "at temperatures 0, 0.7, 0.7" in plan(recipe)[0]
+    out = tmp_path / "out"
+    run(recipe, out, Console(file=io.StringIO()), target)
+    files = [out / "recorded" / name for name in ("1-t0.jsonl", "2-t0.7.jsonl", "3-t0.7.jsonl")]
+    assert sorted((out / "recorded").glob("*.jsonl")) == files
+    rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    assert len(rows[0]) == 4 and len({tuple(row["id"] for row in sorted(r, key=lambda r: r["id"])) for r in rows}) == 1
+    assert rows[1] != rows[2]
+    alone = tmp_path / "alone.jsonl"
+    prompts = load_prompts(settings["record"]["prompts"], limit=4)
+    record(target, prompts, alone, Sampling(0.7), 12, 2, progress=False)
+    assert alone.read_text() == files[2].read_text()
+    grid_out = tmp_path / "grid"
+    run_grid({"a-s0": recipe}, grid_out, Console(file=io.StringIO()), target)
+    for folder in (out, grid_out):
+        assert json.loads((folder.joinpath(*["a-s0"] * (folder == grid_out)) / "baseline" / "run.json").read_text())
+    assert all((grid_out / "recorded" / f.name).read_text() == f.read_text() for f in files)
+    monkeypatch.setattr(module, "record", lambda *args, **kwargs: None)
+    monkeypatch.setattr(module, "train", lambda *args, **kwargs: 1 / 0)
+    run(recipe, out, Console(file=io.StringIO()), target)  # all of it is there
+
+
 def test_what_cannot_be_run_is_said_before_anything_is_done(
     settings: dict[str, Any], target: Target, tmp_path: Path
 ) -> None:
@@ -117,6 +144,10 @@ def test_what_cannot_be_run_is_said_before_anything_is_done(
         plan(Recipe.model_validate({**settings, "carry": {"interface": "none"}}))
     assert module.missing(Recipe.model_validate(typo)) == [str(tmp_path / "nope.jsonl")]
     assert module.missing(Recipe.model_validate(settings)) == []
+    watched = {**settings, "train": {**settings["train"], "eval_steps": 2, "eval_prompts": "gsm8k_dev"}}
+    assert module.missing(Recipe.model_validate(watched)) == []  # a packaged suite
+    watched["train"]["eval_prompts"] = "dev.jsonl"
+    assert set(module.missing(Recipe.model_validate(watched))) == {"dev.jsonl"}
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="is a file"):
         run(Recipe.model_validate(settings), tmp_path / "file")

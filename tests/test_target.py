@@ -62,9 +62,9 @@ def reference(target: Target, tokens: list[int]) -> tuple[Tensor, Tensor, Tensor
 
 
 def close(a: Tensor, b: Tensor) -> None:
-    """Equal to 1e-5 of the largest value (raw states of Gemma reach 10 and more; a wrong mask errs by 1e-2)."""
+    """Equal to 3e-5 of the largest value (raw states of Gemma reach 10 and more; a wrong mask errs by 1e-2)."""
     assert a.shape == b.shape
-    assert (a - b).abs().max() <= 1e-5 * max(1.0, b.abs().max().item())
+    assert (a - b).abs().max() <= 3e-5 * max(1.0, b.abs().max().item())
 
 
 # ---- features and logits -------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ target hidden size.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .drafter.modeling import Drafter
+from .notes import note
 from .slots import SlotCache, Window
 
 SMALLEST = 256  # rows of a cache
@@ -30,12 +30,6 @@ LIMIT = 256  # compilations of one function
 def bucket(rows: int) -> int:
     """The capacity of caches that are to hold `rows` rows: one of few, so that few shapes are compiled."""
     return max(SMALLEST, 1 << (rows - 1).bit_length())
-
-
-def _say(text: str, *, once: set[str] = set()) -> None:  # noqa: B006
-    if text not in once:
-        once.add(text)
-        print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 class Compiled:
@@ -51,14 +45,14 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if Compiled.possible:
-            _say("compiling; this takes a minute or two when it is new to this machine, else some seconds.")
+            note("compiling; this takes a minute or two when it is new to this machine, else some seconds.")
             try:
                 return self.fast(*args, **kwargs)
             except Exception as error:
                 # Whatever it is: what was written so far is written again, and a fault of the function itself returns.
                 Compiled.possible = False
                 reason = " ".join((str(error) or type(error).__name__).split())[:200]
-                _say(f"torch.compile does not work here, so decoding goes on uncompiled ({reason}).")
+                note(f"torch.compile does not work here, so decoding goes on uncompiled ({reason}).")
         return self.function(*args, **kwargs)
 
 

@@ -24,6 +24,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
     field_validator,
     model_validator,
@@ -44,6 +45,17 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Temperature = Annotated[float, AfterValidator(lambda value: Sampling(value).temperature)]
+
+
+def _temperatures(value: Any) -> float | tuple[float, ...]:
+    values = value if isinstance(value, list | tuple) else [value]
+    if not values or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
+        raise InputError(f"must be a number or a list of numbers, got {value!r}")
+    checked = tuple(Sampling(float(v)).temperature for v in values)
+    return checked if isinstance(value, list | tuple) else checked[0]
+
+
+Temperatures = Annotated[float | tuple[float, ...], PlainValidator(_temperatures)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
@@ -142,7 +154,8 @@ class RecordConfig(Section):
     prompts: Paths = ()  # JSONL files, folders or names of packaged suites
     tasks: tuple[str, ...] | None = None  # null: all
     limit: Count | None = None  # prompts, balanced over tasks
-    temperature: Temperature = 0.7
+    # Several: one response to every prompt at each, with other random numbers, so [0, 0.7, 0.7] gives three.
+    temperature: Temperatures = 0.7
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Share = 0.0
@@ -182,7 +195,7 @@ class StageConfig(Section):
     weight_decay: NotNegative = 0.0
     max_grad_norm: Positive = 1.0
     optimizer: Literal["adamw", "muon"] = "adamw"
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 master weights
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 master weights; auto: if it is fast
     batch_size: Count = 1  # packed rows per device and micro-batch
     accumulation: Count = 1  # micro-batches per optimizer step
     anchors: Count = 512  # per document, not per packed row

@@ -136,7 +136,7 @@ def run_grid(
                 raise InputError(f"the cell {name} changes {section}, which all cells of a grid share.")
         if recipe.data.template != first.data.template:
             raise InputError(f"the cell {name} changes data.template, which all cells of a grid share.")
-    recorded = out / "recorded.jsonl"
+    recorded = recorded_in(first, out)
     for name, recipe in recipes.items():  # all of them: they end in one table
         with of_cell(name):
             check_owner(out / name, shared_corpus(recipe, recorded), recorded)
@@ -149,7 +149,7 @@ def run_grid(
             check_start(recipes[name], out / name, target)
     if unrecorded := [recipe for recipe in recipes.values() if not recipe.data.corpus]:
         one = unrecorded[0]
-        before = read_manifest(recorded)
+        before = read_manifest(recorded if recorded.suffix else recorded / of_temperature(one, 0))
         if before is not None and isinstance(before.get("seed"), int):  # another choice of seeds goes on with it
             one = one.model_copy(update={"seed": before["seed"]})
         asked(one)
@@ -218,7 +218,7 @@ def plan_grid(recipes: Mapping[str, Recipe], out: Path, names: Sequence[str]) ->
                     notes.append(f"{stages[-1]} is taken from {cell}")
                     break
         lines.append(": ".join(filter(None, (f"cell {name}", ", ".join(notes)))))
-        mine_too = steps(shared_corpus(recipes[name], out / "recorded.jsonl"), out / name, None)
+        mine_too = steps(shared_corpus(recipes[name], recorded_in(recipes[name], out)), out / name, None)
         titles = [f"  {i}. {step.title}" for i, step in enumerate(mine_too, 1)]
         lines += titles if titles != told else []
         told = titles
@@ -241,7 +241,7 @@ def missing(recipe: Recipe) -> list[str]:
     """The prompt files, corpora and drafters that it names and that do not exist."""
     stages: list[StageConfig] = [getattr(recipe.train, name) for name in STAGES]
     named = [*(recipe.data.corpus or recipe.record.prompts)]
-    named += [path for stage in stages if stage.eval_steps for path in stage.eval_prompts or ()]
+    named += [stage.eval_prompts for stage in stages if stage.eval_steps and stage.eval_prompts]
     absent = [path for path in (*named, *recipe.evaluate.prompts) if path not in SUITES and not Path(path).exists()]
     start = recipe.drafter.start_drafter
     if start is not None:
@@ -264,7 +264,7 @@ def steps(
         raise InputError("evaluate.prompts is empty; name held-out prompts, or use `record`, `train` and `evaluate`.")
     if recipe.carry.interface == "none":
         raise InputError("carry.interface is none, so there would be no carryover stage; set embedding, for example.")
-    corpus = None if recipe.data.corpus else out / "recorded.jsonl"  # None: the recipe's
+    corpus = None if recipe.data.corpus else recorded_in(recipe, out)  # None: the recipe's
     what = {"baseline": "without carry", "continued": "the control, without carry", "carryover": "with carry"}
     todo = []
     if corpus is not None:
@@ -311,15 +311,40 @@ def check_owner(out: Path, recipe: Recipe, recorded: Path | None = None) -> None
             raise InputError(f"{out} holds a run of another recipe ({', '.join(changed)}); name another --out.")
 
 
+def recorded_in(recipe: Recipe, out: Path) -> Path:
+    """Where the responses of a run lie: a file, or for several temperatures a folder with a file for each."""
+    return out / ("recorded.jsonl" if isinstance(recipe.record.temperature, float) else "recorded")
+
+
+def of_temperature(recipe: Recipe, i: int) -> str:
+    """The name of the file with the responses at the recipe's i-th temperature."""
+    assert isinstance(recipe.record.temperature, tuple)
+    return f"{i + 1}-t{recipe.record.temperature[i]:g}.jsonl"
+
+
 def recording(recipe: Recipe) -> str:
     r = recipe.record
     amount = f"{r.limit} prompts" if r.limit else f"the prompts of {', '.join(r.prompts)}"
-    return f"{recipe.target} answers {amount}, at most {r.max_new_tokens} tokens at temperature {r.temperature:g}"
+    if isinstance(r.temperature, float):
+        how = f"temperature {r.temperature:g}"
+    else:
+        how = "temperatures " + ", ".join(f"{t:g}" for t in r.temperature)
+    return f"{recipe.target} answers {amount}, at most {r.max_new_tokens} tokens at {how}"
 
 
 def record_responses(recipe: Recipe, target: Target, out: Path) -> None:
+    """Records what `out`, see `recorded_in`, does not hold yet."""
+    if isinstance(recipe.record.temperature, float):
+        record_at(recipe, target, out, recipe.record.temperature, recipe.seed)
+        return
+    for i, temperature in enumerate(recipe.record.temperature):
+        record_at(recipe, target, out / of_temperature(recipe, i), temperature, recipe.seed + i)
+
+
+def record_at(recipe: Recipe, target: Target, out: Path, temperature: float, seed: int) -> None:
     r, prompts = recipe.record, asked(recipe)
-    learnt = any(out.parent.glob(f"{STAGES[0]}/{RUN}")) or any(out.parent.glob(f"*/{STAGES[0]}/{RUN}"))
+    run = out.parent if isinstance(r.temperature, float) else out.parent.parent
+    learnt = any(run.glob(f"{STAGES[0]}/{RUN}")) or any(run.glob(f"*/{STAGES[0]}/{RUN}"))
     before = read_manifest(out) if learnt and out.exists() else None
     if before is not None and before.get("prompts") != len(prompts):
         answered = out.read_bytes().count(b"\n")
@@ -328,8 +353,8 @@ def record_responses(recipe: Recipe, target: Target, out: Path) -> None:
                 f"drafters have learnt from {out}, which answers {answered} prompts, but record.prompts now gives "
                 f"{len(prompts)}; restore the prompts, or name another --out."
             )
-    sampling = Sampling(r.temperature, r.top_k, r.top_p, r.min_p)
-    record(target, prompts, out, sampling, r.max_new_tokens, recipe.seed, r.batch_size, recipe.data.template, only=True)
+    sampling = Sampling(temperature, r.top_k, r.top_p, r.min_p)
+    record(target, prompts, out, sampling, r.max_new_tokens, seed, r.batch_size, recipe.data.template, only=True)
 
 
 def stage(

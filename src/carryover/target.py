@@ -28,6 +28,7 @@ from .compiled import compile_layers
 from .errors import InputError
 from .layer_ids import LayerIds
 from .layout import store_by_input, tall_product
+from .precision import quick_dtype
 from .rows import Rows, TargetRule, branch_rows, concat, context_rows, dense
 from .slots import SlotCache
 
@@ -92,8 +93,9 @@ class Target:
     def load(cls, name: str | Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu") -> Target:
         """Loads a folder, a hub id, or an embedded target (`smollm2`, `lab`).
 
-        dtype: `auto` keeps the checkpoint's; `float32` is what exactness tests use. Raises InputError when there is no
-        such model, its files are damaged or incomplete, or its family is not supported.
+        dtype: `auto` keeps the checkpoint's, but on a CPU without bf16 units takes float32; `float32` is what exactness
+        tests use. Raises InputError when there is no such model, its files are damaged or incomplete, or its family is
+        not supported.
         """
         from .embedded import EMBEDDED, located
 
@@ -103,6 +105,8 @@ class Target:
             _check_family(AutoConfig.from_pretrained(path).model_type)
             loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
             model, missing = loaded[0].to(device), sorted(loaded[1]["missing_keys"])
+            if dtype == "auto":
+                model = model.to(quick_dtype(model.dtype, device))
             tokenizer = AutoTokenizer.from_pretrained(path)
         except InputError:
             raise

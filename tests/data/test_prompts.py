@@ -89,10 +89,11 @@ def test_limit_is_balanced_deterministic_and_in_file_order(tmp_path):
 
 
 def test_packaged_questions_of_mathematics_for_training_and_for_measuring():
-    train, test, demo = (load_prompts(name) for name in ("gsm8k_train", "gsm8k_test", "smollm2_demo"))
-    assert (len(train), len(test)) == (2768, 80) and {p.licence for p in train + test} == {"MIT"}
-    asked = {p.turns[0] for p in train}
-    assert len(asked) == 2768 and not asked & {p.turns[0] for p in test + demo}
+    names = ("gsm8k_train", "gsm8k_dev", "gsm8k_test", "smollm2_demo")
+    train, development, test, demo = (load_prompts(name) for name in names)
+    assert (len(train), len(development), len(test)) == (2768, 24, 80)
+    assert {p.licence for p in train + development + test} == {"MIT"}
+    assert len({p.turns[0] for p in train + development + test + demo}) == 2768 + 24 + 80 + len(demo)
 
 
 def test_packaged_suite():

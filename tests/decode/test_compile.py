@@ -9,7 +9,7 @@ from tiny import tiny_target
 from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 
-from carryover import compiled
+from carryover import compiled, notes
 from carryover.attention import grouped_attention
 from carryover.compiled import Compiled, bucket
 from carryover.decode.conversation import Conversation
@@ -71,7 +71,7 @@ def test_a_conversation_grows_its_caches():
 @pytest.mark.parametrize("with_drafter", [False, True])
 def test_where_it_is_impossible_one_note_is_all_that_happens(monkeypatch, capsys, size, with_drafter):
     """Static shapes without compiled functions: what is written, masked and padded is as in the compiled path."""
-    monkeypatch.setattr(compiled._say, "__kwdefaults__", {"once": set()})
+    monkeypatch.setattr(notes, "_said", set())
     target = tiny_target("qwen3", 24, 6, 5, eos_token_id=[7], tie_word_embeddings=False)
     drafter = make_drafter(target, carry="embedding") if with_drafter else None
 
@@ -81,8 +81,8 @@ def test_where_it_is_impossible_one_note_is_all_that_happens(monkeypatch, capsys
     monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: broken)
     made = facts(Engine(target, drafter, compile=True).generate_many(asked(), size))
     assert made == facts(Engine(target, drafter).generate_many(asked(), size))
-    notes = capsys.readouterr().err.splitlines()
-    assert [note for note in notes if "uncompiled" in note] == notes[1:] and "no C++ compiler" in notes[1]
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "uncompiled" in line] == said[1:] and "no C++ compiler" in said[1]
 
 
 @pytest.mark.parametrize("carry", [None, "embedding", "hint"])

@@ -81,7 +81,8 @@ ThreadsOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, nothing else.")]
 TargetOption = Annotated[str, typer.Option("--target", help="Target model: a folder, a hub id, `smollm2` or `lab`.")]
 DtypeOption = Annotated[
-    Literal["auto", "float32", "bfloat16"], typer.Option("--dtype", help="Of target and drafter; auto: as stored.")
+    Literal["auto", "float32", "bfloat16"],
+    typer.Option("--dtype", help="Of target and drafter; auto: as stored, but float32 on a CPU without bf16 units."),
 ]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; default: a GPU where there is one.")

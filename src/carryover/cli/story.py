@@ -50,7 +50,7 @@ def run(
 
     A recipe with `cells` and `seeds` is a grid: all of that for each of them, and one table."""
     from ..config import Recipe
-    from ..run import check_owner, chosen, missing, overlap, plan, plan_grid, run_grid, shared_corpus
+    from ..run import check_owner, chosen, missing, overlap, plan, plan_grid, recorded_in, run_grid, shared_corpus
     from ..run import run as run_recipe
 
     quiet()
@@ -59,7 +59,7 @@ def run(
     if dry_run:
         for name in names:
             resolved = recipes[name]
-            recorded = out / "recorded.jsonl" if name else None
+            recorded = recorded_in(resolved, out) if name else None
             check_owner(out / name, shared_corpus(resolved, recorded) if recorded else resolved, recorded)
         if "" in recipes:
             steps = [f"{number}. {title}" for number, title in enumerate(plan(recipes[""], out), 1)]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ..muon import Muon
 from . import lab_target_path, language
 from . import words as w
 from .tokenizer import ASSISTANT, END, PAD, USER, build_tokenizer
@@ -205,9 +206,7 @@ def build_optimizers(recipe: LabRecipe, model: LlamaForCausalLM) -> list[torch.o
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "layers." in n)]
     return [
-        torch.optim.Muon(
-            matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
-        ),
+        Muon(matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay),
         torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 

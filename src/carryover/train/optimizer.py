@@ -1,6 +1,6 @@
 """Muon for the matrices of the draft layers, AdamW for everything else, as one optimizer with one learning rate.
 
-Muon's update is scaled to AdamW's root mean square, so the same peak learning rate serves both (torch.optim.Muon).
+Muon's update is scaled to AdamW's root mean square, so the same peak learning rate serves both.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..muon import Muon
+
 
 class MuonAdamW(torch.optim.Optimizer):
     """`matrices` go to Muon, `others` (norms, embeddings, vectors, vocabulary-sized matrices) to AdamW."""
@@ -18,7 +20,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def __init__(
         self, matrices: list[nn.Parameter], others: list[nn.Parameter], lr: float, weight_decay: float
     ) -> None:
-        self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        self.muon = Muon(matrices, lr=lr, weight_decay=weight_decay)
         self.adamw = torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
         super().__init__(
             self.muon.param_groups + self.adamw.param_groups, {}
@@ -26,7 +28,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:  # type: ignore[override]
-        self.muon.step(closure)  # type: ignore[arg-type]
+        self.muon.step(closure)
         self.adamw.step()
 
     def state_dict(self) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from ..errors import InputError
 from ..files import alone, write_text
 from ..formats import load_drafter, save_drafter
 from ..formats.files import WEIGHTS
+from ..precision import fast_dtype
 from ..rows import context_rows
 from ..target import Target, default_device
 from .anchors import Anchors, Batch, labels_at, sample_anchors
@@ -461,7 +462,7 @@ def training_arguments(recipe: Recipe, s: StageConfig, out: Path, progress: bool
         weight_decay=s.weight_decay,
         max_grad_norm=s.max_grad_norm,
         adam_beta2=0.95,
-        bf16=s.precision == "bf16",
+        bf16=s.precision == "bf16" or (s.precision == "auto" and fast_dtype(default_device()) == torch.bfloat16),
         logging_steps=s.logging_steps,
         save_steps=s.save_steps,
         save_total_limit=2,
