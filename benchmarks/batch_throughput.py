@@ -17,7 +17,7 @@ import torch
 from carryover.data.chat import render_prompt
 from carryover.data.prompts import SUITES, load_prompts
 from carryover.decode.engine import Engine, Request
-from carryover.formats import load_drafter
+from carryover.formats import decoding_drafter
 from carryover.lab import lab_prompts
 from carryover.target import Target
 
@@ -39,7 +39,7 @@ def main() -> None:
     else:
         texts = [prompt.turns[0] for prompt in load_prompts(SUITES["smollm2_demo"])][: args.prompts]
     requests = [Request(render_prompt(target.tokenizer, [text]), args.tokens, i) for i, text in enumerate(texts)]
-    drafter = load_drafter(args.drafter, target, target.dtype) if args.drafter else None
+    drafter = decoding_drafter(args.drafter, target) if args.drafter else None
     engine = Engine(target, drafter, timed=False)
     speeds: dict[int, list[float]] = {size: [] for size in args.sizes}
     outputs = {}

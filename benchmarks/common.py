@@ -8,8 +8,8 @@ from carryover.config import Recipe, drafter_config
 from carryover.data.chat import render_prompt
 from carryover.data.prompts import SUITES, load_prompts
 from carryover.drafter.modeling import Drafter
-from carryover.layout import store_by_input
 from carryover.target import Target
+from carryover.weights import OF_DRAFTER, arrange
 
 
 def random_drafter(target: Target, layers: int, mask_token: int, draft_vocab: int | None = None) -> Drafter:
@@ -25,7 +25,7 @@ def random_drafter(target: Target, layers: int, mask_token: int, draft_vocab: in
     torch.manual_seed(0)
     drafter = Drafter(drafter_config(recipe, target)).to(target.dtype).eval()
     assert isinstance(drafter, Drafter)
-    store_by_input(drafter)  # as `load_drafter` does
+    arrange(drafter, OF_DRAFTER)  # as `decoding_drafter` does
     return drafter
 
 

@@ -44,7 +44,7 @@ from carryover.embedded import EMBEDDED
 from carryover.errors import InputError
 from carryover.evaluate.divergence import first_difference, logit_gap
 from carryover.evaluate.environment import environment
-from carryover.formats import load_drafter, save_drafter
+from carryover.formats import decoding_drafter, save_drafter
 from carryover.lab import lab_prompts
 from carryover.target import Target
 
@@ -218,7 +218,7 @@ def load(args: argparse.Namespace, target: Target) -> dict[str, Drafter]:
     last = next((n for n in range(1, 9) if len({path[-n:] for path in paths}) == len(paths)), 0)
     return {
         "/".join(path[-last:]): (
-            random_drafter(target, 3, 16) if path == ("random",) else load_drafter(Path(*path), target, target.dtype)
+            random_drafter(target, 3, 16) if path == ("random",) else decoding_drafter(Path(*path), target)
         )
         for path in paths
     }

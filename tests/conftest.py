@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from tiny import tiny_target
@@ -10,6 +12,7 @@ from transformers.utils import logging
 from carryover.target import Target
 
 torch.set_num_threads(1)
+os.environ.setdefault("CARRYOVER_WEIGHTS", "plain")  # what is fastest differs; tests/test_weights.py tries the rest
 logging.disable_progress_bar()
 
 

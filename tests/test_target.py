@@ -27,7 +27,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from carryover.errors import InputError
 from carryover.layer_ids import LayerIds
-from carryover.layout import store_by_input
 from carryover.rows import Rows, branch_rows, context_rows
 from carryover.target import Target
 
@@ -293,7 +292,6 @@ def test_a_saved_target_loads_as_it_was(any_target: Target, tmp_path: Path):
     same = Target(deepcopy(any_target.model))
     weights = dict(same.model.named_parameters())
     assert all(torch.equal(weight, weights[name]) for name, weight in loaded.model.named_parameters())
-    store_by_input(same.decoder)  # as loading does: on some processors the order of a sum depends on it
     tokens = draw(15, 1, 12)
     assert torch.equal(loaded.forward(tokens).hidden, same.forward(tokens).hidden)
     assert loaded.name == str(tmp_path) and loaded.dtype == torch.float32

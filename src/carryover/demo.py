@@ -25,7 +25,7 @@ from .decode.sampling import Sampling
 from .errors import InputError
 from .evaluate.run import Plan, evaluate
 from .files import write_text
-from .formats import load_drafter
+from .formats import decoding_drafter
 from .lab import write_prompts
 from .report import cautions, write_report
 from .report.tables import gains_table, terminal_table, to_rich
@@ -106,9 +106,7 @@ def train_lab_drafters(
 def decode(
     target: Target, drafters: Sequence[str | Path], prompts: Sequence[Prompt], out: Path, plan: Plan
 ) -> dict[str, Any]:
-    return evaluate(
-        target, {str(path): load_drafter(path, target, target.dtype) for path in drafters}, prompts, out, plan
-    )
+    return evaluate(target, {str(path): decoding_drafter(path, target) for path in drafters}, prompts, out, plan)
 
 
 def claim(out: Path, plan: DemoPlan) -> None:

@@ -6,6 +6,8 @@ A processor without bf16 units emulates them, up to twenty times as slowly as fl
 from __future__ import annotations
 
 import platform
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -19,6 +21,15 @@ def has_bf16_units() -> bool:
         there = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         return bool(told.startswith("AVX512") and there)
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@cache
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def fast_dtype(device: torch.device | str) -> torch.dtype:

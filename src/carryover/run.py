@@ -34,7 +34,7 @@ from .decode.sampling import Sampling
 from .errors import InputError
 from .evaluate.run import Plan, evaluate
 from .files import Busy, alone, write_text
-from .formats import load_drafter
+from .formats import decoding_drafter, load_drafter
 from .formats.files import locate
 from .report import grid, write_report
 from .target import Target, default_device
@@ -432,7 +432,7 @@ def held_out(recipe: Recipe) -> list[Prompt]:
 def decode(recipe: Recipe, out: Path, target: Target, temperature: float) -> None:
     """Evaluates the three drafters at one temperature; the target's dtype is theirs as well."""
     e = recipe.evaluate
-    drafters = {str(out / name): load_drafter(out / name, target, target.dtype, target.device) for name in STAGES}
+    drafters = {str(out / name): decoding_drafter(out / name, target) for name in STAGES}
     how = Plan(
         e.max_new_tokens, Sampling(temperature), e.draft_sampling, recipe.seed, e.carry_off, e.batch_size,
         template=recipe.data.template, stop_loops=e.stop_loops,

@@ -27,10 +27,10 @@ from .attention import GROUPED
 from .compiled import compile_layers
 from .errors import InputError
 from .layer_ids import LayerIds
-from .layout import store_by_input, tall_product
 from .precision import quick_dtype
 from .rows import Rows, TargetRule, branch_rows, concat, context_rows, dense
 from .slots import SlotCache
+from .weights import Products, arrange, described, products_of, restore
 
 # Of multimodal checkpoints (the names without `_text`) only the language model runs. The 12B of Gemma 4 is `_unified`.
 FAMILIES = (
@@ -88,6 +88,8 @@ class Target:
         self.name = name or model.config.name_or_path
         self.device: torch.device = model.device  # asking the model walks its weights
         self.dtype: torch.dtype = model.dtype
+        self._fingerprint: str | None = None
+        self._head: Products | None = None
 
     @classmethod
     def load(cls, name: str | Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu") -> Target:
@@ -121,7 +123,8 @@ class Target:
                 "its files are incomplete or do not belong to its config."
             )
         target = cls(model, tokenizer, str(name))
-        store_by_input(target.decoder)
+        target._fingerprint = target.fingerprint()  # before weights are packed
+        arrange(target.decoder)
         return target
 
     # ---- what it is ------------------------------------------------------------------------------------------------
@@ -154,6 +157,8 @@ class Target:
 
         Equal in fp32 and bf16 copies of a checkpoint, and in its text-only and multimodal forms.
         """
+        if self._fingerprint is not None:
+            return self._fingerprint
         head = self.model.get_output_embeddings().weight
         digest = hashlib.sha256()
         for _, weight in [*sorted(self.decoder.named_parameters()), ("head", head)]:
@@ -168,13 +173,26 @@ class Target:
         """Token ids `[...]` to input embeddings `[..., D]`, with the family's own scaling."""
         return self.model.get_input_embeddings()(tokens)
 
+    def weights(self) -> dict[str, Any]:
+        """How the weights are stored and multiplied, for the record of a measurement."""
+        return described(self.decoder, *([self._head] if self._head else []))
+
     def head(self, hidden: Tensor) -> Tensor:
         """Normed states `[..., D]` to logits `[..., V]`. Gradient flows to `hidden`, the weights are frozen."""
-        head = self.model.get_output_embeddings()
-        return self._logits(hidden, head.weight, getattr(head, "bias", None))
+        if self._head is None:
+            self._head = self._head_products(None)
+        return self._logits(hidden, self._head)
 
-    def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        logits = tall_product(hidden, weight, bias)
+    def _head_products(self, vocabulary: Tensor | None) -> Products:
+        head = self.model.get_output_embeddings()
+        weight, bias = head.weight, getattr(head, "bias", None)
+        if vocabulary is not None:
+            at = vocabulary.to(weight.device)
+            weight, bias = weight[at], None if bias is None else bias[at]
+        return products_of(weight, bias)
+
+    def _logits(self, hidden: Tensor, head: Products) -> Tensor:
+        logits = head.with_gradient(hidden) if hidden.requires_grad and torch.is_grad_enabled() else head(hidden)
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -185,10 +203,8 @@ class Target:
         """
         if vocabulary is None:
             return lambda hidden: self.head(hidden.to(self.dtype))
-        head = self.model.get_output_embeddings()
-        rows = head.weight[vocabulary.to(head.weight.device)]
-        bias = None if getattr(head, "bias", None) is None else head.bias[vocabulary.to(head.weight.device)]
-        return lambda hidden: self._logits(hidden.to(self.dtype), rows, bias)
+        head = self._head_products(vocabulary)
+        return lambda hidden: self._logits(hidden.to(self.dtype), head)
 
     def new_cache(self) -> Cache:
         """An empty cache that keeps all rows of all layers."""
@@ -230,6 +246,7 @@ class Target:
         # The last block of a request may reach beyond the context; what it proposes there is never emitted.
         positions = (torch.tensor(anchors, device=tokens.device)[:, None] + steps).clamp(max=self.max_length - 1)
         if compiled:
+            restore(self.decoder)
             compile_layers(self.decoder.layers, tokens.is_cuda)
         elif len(anchors) == 1:  # ordinary continuation, for which transformers needs no mask or makes the same one
             return self.forward(tokens, cache, layer_ids, positions)  # type: ignore[arg-type]

@@ -140,9 +140,9 @@ def loaded_target(name: str, dtype: str = "auto", device: str | None = None) -> 
 
 def loaded_drafter(path: str, target: Target) -> Drafter:
     """In the target's dtype and place, as it will be served."""
-    from ..formats import load_drafter
+    from ..formats import decoding_drafter
 
-    return load_drafter(path, target, target.dtype, target.device)
+    return decoding_drafter(path, target)
 
 
 def _no_number(name: str) -> None:

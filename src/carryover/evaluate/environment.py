@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from .. import __version__
+from ..precision import cpu_name
 from ..target import Target
 
 
@@ -32,15 +33,8 @@ def environment(target: Target) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else target.device.type,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "weights": target.weights(),
     }
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def git_commit() -> str | None:

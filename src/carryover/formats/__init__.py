@@ -19,12 +19,12 @@ from torch import Tensor
 from ..drafter.config import DrafterConfig
 from ..drafter.modeling import Drafter
 from ..errors import InputError
-from ..layout import store_by_input
 from . import deepspec, sidecar, speculators, zlab
 from .files import WEIGHTS, dtype_name, locate, read_json, read_tensors, write_json, write_safetensors
 
 if TYPE_CHECKING:
     from ..target import Target
+from ..weights import OF_DRAFTER, arrange
 
 Format = Literal["carryover", "zlab", "speculators", "deepspec"]
 PUBLISHED = {"zlab": zlab, "speculators": speculators, "deepspec": deepspec}
@@ -64,8 +64,14 @@ def load_drafter(
         _check_embedding(checkpoint, target)
         check_fits(config, target)
     drafter: Any = Drafter.from_tensors(config, checkpoint.tensors)  # Any: transformers hides the types of `to`
-    drafter = drafter.to(device=device, dtype=dtype or drafter.dtype)
-    store_by_input(drafter)
+    return drafter.to(device=device, dtype=dtype or drafter.dtype)
+
+
+def decoding_drafter(path: str | Path, target: Target) -> Drafter:
+    """The drafter in the target's dtype and place, its weights stored as few rows are multiplied fastest: to decode
+    with, not to train."""
+    drafter = load_drafter(path, target, target.dtype, target.device)
+    arrange(drafter, OF_DRAFTER)
     return drafter
 
 
