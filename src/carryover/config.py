@@ -24,6 +24,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     PlainValidator,
     ValidationError,
     field_validator,
@@ -55,7 +56,11 @@ def _temperatures(value: Any) -> float | tuple[float, ...]:
     return checked if isinstance(value, list | tuple) else checked[0]
 
 
-Temperatures = Annotated[float | tuple[float, ...], PlainValidator(_temperatures)]
+Temperatures = Annotated[
+    float | tuple[float, ...],
+    PlainValidator(_temperatures),
+    PlainSerializer(lambda value: list(value) if isinstance(value, tuple) else value),
+]
 Paths = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 

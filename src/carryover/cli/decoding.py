@@ -13,6 +13,7 @@ from .shared import (
     CompileOption,
     DebugOption,
     DeviceOption,
+    DraftedOption,
     DraftSamplingOption,
     DtypeOption,
     FrequencyOption,
@@ -34,6 +35,7 @@ from .shared import (
     app,
     loaded_drafter,
     loaded_target,
+    proposals_of,
     quiet,
     template_options,
 )
@@ -58,7 +60,7 @@ def generate(
     max_new_tokens: MaxNewTokensOption = 256,
     seed: SeedOption = 0,
     carry: Annotated[bool, typer.Option(help="Carry rejected states, if the drafter can.")] = True,
-    proposals: ProposalsOption = None,
+    proposals: DraftedOption = None,
     stream: Annotated[bool, typer.Option(help="Print text as it is decoded.")] = True,
     trace: Annotated[Path | None, typer.Option(help="Write the rounds here, one JSON object a line.")] = None,
     template: TemplateOption = "{}",
@@ -93,8 +95,9 @@ def generate(
     draft = loaded_drafter(drafter, loaded) if drafter is not None else None
     if proposals is not None and draft is None:
         raise InputError("--proposals is for a drafter; name one with --drafter.")
+    count = None if proposals is None else proposals_of(proposals)
     engine = Engine(
-        loaded, draft, sampling, draft_sampling, carry, penalties=penalties, compile=compile, proposals=proposals
+        loaded, draft, sampling, draft_sampling, carry, penalties=penalties, compile=compile, proposals=count
     )
     talk = Conversation(engine)
     replies: list[str] = []

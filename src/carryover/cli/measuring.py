@@ -37,6 +37,7 @@ from .shared import (
     app,
     loaded_drafter,
     loaded_target,
+    proposals_of,
     quiet,
     template_options,
 )
@@ -68,8 +69,8 @@ def evaluate(
         list[int] | None, typer.Option(min=0, help="Also run them with at most so many carry rows; repeatable.")
     ] = None,
     proposals: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Also run every drafter with so many proposals, fewer than trained; repeatable."),
+        list[str] | None,
+        typer.Option(help="Also run every drafter with so many proposals, fewer than trained, or auto; repeatable."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that decode together; 1 measures latency.")] = 1,
     stop_loops: Annotated[
@@ -104,8 +105,10 @@ def evaluate(
     options = template_options(template)
     plan = Plan(
         max_new_tokens, sampling, draft_sampling, seed, carry_off, batch_size, penalties, options, compile, stop_loops,
-        tuple(carry_rows or ()), tuple(proposals or ()), engine,
+        tuple(carry_rows or ()), tuple(map(proposals_of, proposals or ())), engine,
     )  # fmt: skip
+    if engine == "vllm" and "auto" in plan.proposals:
+        raise InputError("--proposals auto is for the embedded engine; a server is started with one number.")
     asked = load_prompts(prompts, task, limit, seed)
     if server is not None:
         if engine != "vllm" or drafter:

@@ -119,6 +119,13 @@ ProposalsOption = Annotated[
     int | None,
     typer.Option("--proposals", min=1, help="Tokens proposed in a round; default: as many as it was trained for."),
 ]
+DraftedOption = Annotated[
+    str | None,
+    typer.Option(
+        "--proposals",
+        help="Tokens proposed in a round; auto: as many as pay, none at all if need be; default: as trained.",
+    ),
+]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)]
 
 
@@ -143,6 +150,15 @@ def loaded_drafter(path: str, target: Target) -> Drafter:
     from ..formats import decoding_drafter
 
     return decoding_drafter(path, target)
+
+
+def proposals_of(value: str) -> Any:
+    """`auto` or a number of proposals, as an `Engine` takes it. Raises InputError for anything else."""
+    if value == "auto":
+        return value
+    if not value.isdecimal() or int(value) < 1:
+        raise InputError(f"--proposals must be auto or a number of at least 1, got {value!r}.")
+    return int(value)
 
 
 def _no_number(name: str) -> None:

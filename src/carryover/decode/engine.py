@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -35,9 +35,12 @@ from ..target import Target
 from .loops import LoopWatch
 from .processors import History, Penalties, Process
 from .sampling import Sampling
+from .schedule import Acceptance, Schedule
 from .state import DraftCache
 from .trace import Generation, Round
 from .verify import Chooser, DraftSampling, verify
+
+Proposals = int | Literal["auto"] | None  # how many proposals to draft, see `Engine`
 
 
 class Request(NamedTuple):
@@ -56,9 +59,10 @@ class Request(NamedTuple):
 class Active:
     """One request between two rounds, on the host.
 
-    ids: prompt and response so far. base: where the last verification began. anchor: position of the last committed
-    token; rows base..anchor-1 of that verification were committed, the rest was rejected. carried: how many of these
-    the next draft reads, as rows or as hints.
+    ids: prompt and response so far. base: the first position whose state no draft has taken in, where the last
+    verification began, or the first of several if nothing was drafted between them. anchor: position of the last
+    committed token; states base..anchor-1 are of committed tokens, those behind were rejected. carried: how many of
+    these the next draft reads, as rows or as hints. seen: what a schedule knows of it.
     """
 
     ids: list[int]
@@ -70,15 +74,17 @@ class Active:
     anchor: int
     carried: int = 0
     watch: LoopWatch | None = None
+    seen: Acceptance | None = None
 
 
 @dataclass
 class Batch:
     """Requests that decode together, request i in slot i, and what lies on the device for them.
 
-    tokens: the last committed token of each, `[slots]`. features: the target's states of the last verification,
-    `[slots, P+1, M*Dt]`; None without a drafter, as is draft_cache. hints: the token that each row of a proposal offers
-    to the next draft, `[slots, P]`; None where nobody reads them.
+    tokens: the last committed token of each, `[slots]`. features: the target's states from each request's `base` on,
+    `[slots, rows, M*Dt]`; None without a drafter, as is draft_cache. hints: the token that each row of a proposal
+    offers to the next draft, `[slots, P]`; None where nobody reads them. drafted: whether a draft has taken in what the
+    last verification left.
     """
 
     tokens: Tensor
@@ -87,6 +93,7 @@ class Batch:
     features: Tensor | None = None
     hints: Tensor | None = None
     requests: list[Active] = field(default_factory=list)
+    drafted: bool = False
 
     @property
     def anchors(self) -> list[int]:
@@ -123,7 +130,7 @@ class Engine:
         compile: bool = False,
         stop_loops: bool = False,
         carry_rows: int | None = None,
-        proposals: int | None = None,
+        proposals: Proposals = None,
     ) -> None:
         """drafter: None decodes plainly. draft_sampling: how to choose proposals above temperature 0, see `verify.py`.
 
@@ -132,13 +139,16 @@ class Engine:
         possible (see `compiled.py`); prompts are read uncompiled. stop_loops: end a response where it becomes a
         degenerate loop (see `loops.py`). carry_rows: a draft reads at most so many carry rows, the first behind the
         anchor; 0 is carry off, None reads all. proposals: draft so many tokens, with a block that is as much shorter;
-        None drafts as many as the drafter was trained for. Raises InputError for an unknown draft_sampling and for
-        numbers that do not fit.
+        None drafts as many as the drafter was trained for, `auto` as many as pay, see `schedule.py`. Raises InputError
+        for an unknown draft_sampling, for numbers that do not fit, and for `auto` with `compile`.
         """
         if carry_rows is not None and carry_rows < 0:
             raise InputError(f"carry_rows must be 0 or more, or None for all, got {carry_rows}.")
         most = drafter.config.num_proposals if drafter is not None else 0
-        if proposals is not None and not 1 <= proposals <= most:
+        if proposals == "auto":
+            if drafter is None or compile:
+                raise InputError("proposals: auto needs a drafter, and shapes that change, so it excludes compile.")
+        elif proposals is not None and not 1 <= proposals <= most:
             raise InputError(f"proposals must be 1 to {most}, what the drafter was trained for, got {proposals}.")
         if draft_sampling not in get_args(DraftSampling):
             raise InputError(f"draft_sampling must be greedy or probabilistic, got {draft_sampling!r}.")
@@ -152,8 +162,10 @@ class Engine:
         self.hints = self.carries and drafter is not None and drafter.config.hints
         self.timed = target.device.type == "cpu" if timed is None else timed
         self.layer_ids = drafter.config.layer_ids if drafter is not None else None
-        self.proposals = most if proposals is None else proposals
-        self.block_size = self.proposals + (drafter.config.first_slot if drafter is not None else 0)
+        self.schedule = Schedule(most) if proposals == "auto" else None
+        self.proposals = proposals if isinstance(proposals, int) else most  # at most
+        self.first_slot = drafter.config.first_slot if drafter is not None else 0
+        self.block_size = self.proposals + self.first_slot
         self.draft_head = target.head_of(drafter.draft_vocab if drafter is not None else None)
         self.draft_dtype = target.dtype if drafter is None else drafter.dtype  # asking a model walks its weights
         self.compile = compile
@@ -319,6 +331,7 @@ class Engine:
         if history := self._history([request]):
             logits = history.row(logits, ids[:, :0])
         batch.tokens[slot] = self.sampling.choose(logits, generator)[0]
+        request.seen = self.schedule.begin() if self.schedule is not None else None
         first = int(batch.tokens[slot])
         if self.drafter is not None:
             assert batch.draft_cache is not None and batch.features is not None and out.features is not None
@@ -348,10 +361,15 @@ class Engine:
         before = [(request.anchor, request.carried) for request in batch.requests]
         self._make_room(batch, max(batch.anchors) + self.proposals + 1)
         began = self._clock()
-        proposals, q = self.draft(batch)
+        seen = [request.seen for request in batch.requests if request.seen is not None]
+        count = self.proposals if self.schedule is None else self.schedule.choose(seen)
+        proposals, q = self.draft(batch, count)
         drafted = self._clock()
         verdicts, _ = self.commit(batch, proposals, q)
         verified = self._clock()
+        if self.schedule is not None:  # `commit` has waited for the device
+            accepted = [n for _, n, _ in verdicts]
+            self.schedule.learn(seen, count, accepted, time.perf_counter() - started)
         for request in batch.requests:
             request.generation.seconds += share * (time.perf_counter() - started)
         return [
@@ -368,36 +386,39 @@ class Engine:
         ]
 
     @torch.inference_mode()
-    def draft(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def draft(self, batch: Batch, count: int | None = None) -> tuple[Tensor, Tensor | None]:
         """Proposals `[b, P]` for the anchors, and the distributions `[b, P, V]` they were drawn from, if any.
 
-        None of either without a drafter.
+        count: so many instead of P; of 0, or without a drafter, there are none.
         """
         tokens = batch.tokens[: len(batch.requests)]
-        if self.drafter is None:
+        if self.drafter is None or count == 0:
             return tokens.new_empty(len(tokens), 0), None
-        hidden = self.draft_states(batch)[: len(tokens)]
+        hidden = self.draft_states(batch, count)[: len(tokens)]
         generators, history = [r.generator for r in batch.requests], self._history(batch.requests)
         vocabulary = self.drafter.draft_vocab
         chooser = Chooser(self.sampling, self.draft_sampling, generators, history, vocabulary, self.target.vocab_size)
         proposals, _ = self.drafter.propose(hidden, tokens, self.draft_head, chooser)
         return proposals, chooser.probabilities
 
-    def draft_states(self, batch: Batch) -> Tensor:
+    def draft_states(self, batch: Batch, count: int | None = None) -> Tensor:
         """The drafter's blocks at the anchors, `[b, B, D]`, or of all slots where it is compiled; takes in the rows of
-        the last verification first."""
+        the last verification first. count: proposals of a shorter block, None: P."""
         drafter, cache, compiled = self.drafter, batch.draft_cache, self.compiles
         assert drafter is not None and cache is not None and batch.features is not None
-        device, p, size = self.target.device, self.proposals, self.block_size
+        device, p = self.target.device, self.proposals
+        size = self.block_size if count is None else count + self.first_slot
+        batch.drafted = True
         places = [(r.base, r.anchor, 0 if self.hints else r.carried) for r in batch.requests]  # carried: as rows
         if compiled:
             places += [(0, 0, 0)] * (batch.cache.slots - len(places))  # empty slots; whatever is written there
         base, anchor, carried = torch.tensor(places, device=device).T
         # Of a verification's rows only those that some request reads: without carry, the committed ones.
-        count = p + 1 if compiled else max(1, *(a + c - b for b, a, c in places))
-        positions = base[:, None] + torch.arange(count, device=device)
+        fresh = p + 1 if compiled else max(1, *(a + c - b for b, a, c in places))
+        self._make_room(batch, max(b for b, _, _ in places) + fresh)  # what one request lacks is written for all
+        positions = base[:, None] + torch.arange(fresh, device=device)
         rejected = positions >= anchor[:, None] if self.carries and not self.hints else None
-        rows = cache.rows([b for b, _, _ in places], count, compiled)
+        rows = cache.rows([b for b, _, _ in places], fresh, compiled)
 
         length = cache.aim([a + c for _, a, c in places], size, compiled)
         block = drafter.block_tokens(batch.tokens[: len(places)])[:, :size]
@@ -412,7 +433,7 @@ class Engine:
             seen = torch.nn.functional.pad(seen, (0, len(places) - len(seen)))
             hints = drafter.hints(batch.hints[: len(places)], anchor - base - 1, seen, self.target.embed)
             embeds = drafter.carry(embeds, hints[:, :size].to(self.draft_dtype))
-        features = batch.features[: len(places), :count]
+        features = batch.features[: len(places), :fresh]
         draft = self._draft_block if compiled else draft_block
         return draft(drafter, features, rejected, positions, rows, embeds, at, masks, cache)
 
@@ -428,6 +449,7 @@ class Engine:
     ) -> tuple[list[tuple[list[int], int, int]], Tensor]:
         """Verifies proposals `[b, P]`, whoever drafted them, in one target forward. Waits for the device, once.
 
+        What no draft has taken in since the last verification is kept for the next one, but for rejected states.
         Returns per request the proposals, n, and the correction or bonus; and the target's logits `[b, P+1, V]`.
         """
         requests = batch.requests
@@ -442,10 +464,10 @@ class Engine:
         verdict = verify(proposals, logits, self.sampling, q, generators)
         batch.tokens[: len(requests)] = verdict.next_token
         if batch.features is not None and out.features is not None:
-            batch.features[: len(requests)] = out.features[: len(requests)]
-        if batch.hints is not None and self.drafter is not None:
+            self._keep(batch, out.features[: len(requests)])
+        if batch.hints is not None and self.drafter is not None and (count := proposals.shape[1]):
             top1 = self.drafter.config.carry_hint == "target_top1"
-            batch.hints[: len(requests)] = logits[:, 1:].argmax(-1) if top1 else proposals
+            batch.hints[: len(requests), :count] = logits[:, 1:].argmax(-1) if top1 else proposals
         verdicts = []
         for row, request in zip(
             torch.cat((proposals, verdict.accepted[:, None], verdict.next_token[:, None]), 1).tolist(),
@@ -454,9 +476,27 @@ class Engine:
         ):
             *proposed, accepted, token = row
             verdicts.append((proposed, accepted, token))
-            request.base, request.anchor = request.anchor, request.anchor + accepted + 1
-            request.carried = rejected_seen(accepted, self.proposals, self.carry_rows) if self.carries else 0
+            if batch.drafted or batch.features is None:
+                request.base = request.anchor
+            request.anchor += accepted + 1
+            request.carried = rejected_seen(accepted, len(proposed), self.carry_rows) if self.carries else 0
+        batch.drafted = False
         return verdicts, logits
+
+    def _keep(self, batch: Batch, states: Tensor) -> None:
+        """Puts a verification's states `[b, Q, M*Dt]` where the next draft finds them: behind those of committed tokens
+        that no draft has taken in."""
+        assert batch.features is not None
+        pending = [0 if batch.drafted else request.anchor - request.base for request in batch.requests]
+        last = max(pending) + states.shape[1]
+        if last > batch.features.shape[1]:
+            room = max(last, 2 * batch.features.shape[1]) - batch.features.shape[1]
+            batch.features = torch.nn.functional.pad(batch.features, (0, 0, 0, room))
+        if not any(pending):
+            batch.features[: len(states), : states.shape[1]] = states
+            return
+        for slot, first in enumerate(pending):
+            batch.features[slot, first : first + states.shape[1]] = states[slot]
 
     def _clock(self) -> float:
         """Seconds, after everything queued on the device is done; 0 when rounds are not timed."""

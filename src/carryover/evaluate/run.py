@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from rich.console import Console
@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..data.chat import conversation, render_prompt, template_fingerprint
 from ..data.prompts import Prompt
-from ..decode.engine import Engine, Request
+from ..decode.engine import Engine, Proposals, Request
 from ..decode.processors import Penalties
 from ..decode.sampling import Sampling
 from ..decode.trace import Generation
@@ -49,7 +49,7 @@ Answers = dict[str, list[Generation]]  # method -> the responses to one prompt, 
 class Plan:
     """How to decode. carry_off: run every carrying drafter once more without carry. carry_rows: and once more for each
     of these numbers, reading at most so many carry rows. proposals: run every drafter once more for each of these
-    numbers, drafting so many tokens. batch_size: requests that decode together; speeds are then
+    numbers, drafting so many tokens, `auto` as many as pay. batch_size: requests that decode together; speeds are then
     throughput. template: options of the chat template (enable_thinking and the like), which must be those of the
     drafter's training data."""
 
@@ -64,7 +64,7 @@ class Plan:
     compile: bool = False
     stop_loops: bool = False
     carry_rows: tuple[int, ...] = ()
-    proposals: tuple[int, ...] = ()
+    proposals: tuple[int | Literal["auto"], ...] = ()
     engine: str = "embedded"
 
 
@@ -86,7 +86,7 @@ class Drafting(NamedTuple):
     path: str | None = None
     carry: bool = False
     rows: int | None = None
-    proposals: int | None = None
+    proposals: Proposals = None
 
 
 class Engines(Protocol):
@@ -202,7 +202,7 @@ def methods_of(
         return Method(name, engines.make(target, plan, how), how.path, how.carry and how.rows != 0)
 
     methods = [method(PLAIN, Drafting())]
-    counts, shorter = sorted(set(plan.carry_rows)), sorted(set(plan.proposals))
+    counts, shorter = sorted(set(plan.carry_rows)), sorted(set(plan.proposals), key=str)
     variants = OFF, *(few(rows, "carry row") for rows in counts), *(few(n, "proposal") for n in shorter)
     for name, (path, drafter) in zip(short_names(list(drafters), variants), drafters.items(), strict=True):
         carries = drafter.config.carry != "none"
@@ -216,7 +216,7 @@ def methods_of(
     return methods
 
 
-def few(count: int, what: str) -> str:
+def few(count: int | str, what: str) -> str:
     return f" ({count} {what}{'s' * (count != 1)})"
 
 

@@ -51,7 +51,8 @@ def gains_table(results: Mapping[str, Any], overall_only: bool = False) -> Table
 
 def _like_with_like(a: str, b: str) -> bool:
     """Whether two runs propose as many tokens, or are one drafter that proposes more and fewer."""
-    (name_a, few_a), (name_b, few_b) = (re.fullmatch(r"(.*?)( \(\d+ proposals?\))?", x).groups() for x in (a, b))  # type: ignore[union-attr]
+    counted = re.compile(r"(.*?)( \((?:\d+|auto) proposals?\))?")
+    (name_a, few_a), (name_b, few_b) = (m.groups() for m in map(counted.fullmatch, (a, b)) if m)
     return few_a == few_b or name_a == name_b
 
 

@@ -186,6 +186,8 @@ class Workers:
         drafter, folder = how.drafter, None if how.path is None else locate(how.path)
         if drafter is not None and drafter.config.carry != "none" and not how.carry:
             drafter, folder = self._without_carry(drafter)
+        if how.proposals == "auto":
+            raise InputError("vLLM drafts one number of proposals; auto is for the embedded engine.")
         self.engines.append(VllmEngine(target, drafter, folder, plan, self.python, how.proposals))
         return self.engines[-1]
 
