@@ -129,6 +129,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     overrides = [*args.overrides, *(f"train.{stage}.steps={args.steps + 1}" for stage in STAGES)]
+    overrides += [f"train.{stage}.eval_steps=0" for stage in STAGES]
     recipe = Recipe.load_grid(args.recipe, overrides)[args.cell or ""]
     target = Target.load(recipe.target, recipe.target_dtype)
     watch()

@@ -54,7 +54,7 @@ class Way(NamedTuple):
 
 
 Plan = tuple[Way, Way, Way]  # one for each of STEPS
-PACKED_PRODUCT = torch.ops.mkldnn._linear_pointwise.default
+PACKED_PRODUCT: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
 INPUT, OUTPUT, PACKED = Way("input"), Way("output"), Way("packed")
 PLAIN: Plan = (OUTPUT, OUTPUT, OUTPUT)
 PACKED_ALWAYS: Plan = (Way("packed", 4), Way("packed", 4), PACKED)
@@ -245,9 +245,12 @@ def planned(shapes: list[Shape], device: torch.device | str = "cpu") -> list[Pla
     if forced() == "plain" or torch.device(device).type != "cpu":
         return [PLAIN] * len(shapes)
     worth = {s for s in shapes if _worth_it(s[:2], s[2], torch.device("cpu"))}
-    if forced() == "packed" or not torch.backends.mkldnn.is_available():
-        other = PACKED_ALWAYS if forced() == "packed" else PLAIN
-        return [other if s in worth else PLAIN for s in shapes]
+    if PACKED_PRODUCT is None:
+        if forced():
+            raise InputError(f"{FORCED}=packed needs a torch with oneDNN, and this one has none.")
+        return [PLAIN] * len(shapes)
+    if forced():
+        return [PACKED_ALWAYS if s in worth else PLAIN for s in shapes]
     known = _remembered()
     if unknown := sorted(worth - known.keys(), key=str):
         known |= measured(unknown)
