@@ -11,8 +11,12 @@ import pytest
 import torch
 
 from carryover import embedded
+from carryover.data.chat import render_prompt
+from carryover.data.prompts import load_prompts
+from carryover.decode.engine import Engine
 from carryover.embedded import CHECKSUMS, cached, located, smollm2_gguf, smollm2_path
 from carryover.errors import InputError
+from carryover.formats import decoding_drafter
 from carryover.target import Target
 
 
@@ -155,7 +159,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """Converted afresh, so that the conversion itself is what the tests see."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CARRYOVER_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return Target.load("smollm2")
+        return Target.load("smollm2", "bfloat16")
 
 
 @pytest.mark.slow
@@ -205,11 +209,13 @@ GREEDY = Path(__file__).parent / "data" / "smollm2_greedy.jsonl"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("weights", ["plain", "packed"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_smollm2_reproduces_recorded_greedy_responses(smollm2: Target, dtype: str):
+def test_smollm2_reproduces_recorded_greedy_responses(dtype: str, weights: str, monkeypatch: pytest.MonkeyPatch):
     """Every recorded token is the argmax, or within two or three bf16 steps of it (logits near 20 step by 0.125)."""
+    monkeypatch.setenv("CARRYOVER_WEIGHTS", weights)
+    smollm2 = Target.load("smollm2", dtype)
     assert smollm2.tokenizer is not None
-    smollm2.model.to(getattr(torch, dtype))
     behind = []
     for row in map(json.loads, GREEDY.read_text(encoding="utf-8").splitlines()):
         chat = [{"role": "user", "content": row["prompt"]}]
@@ -218,10 +224,26 @@ def test_smollm2_reproduces_recorded_greedy_responses(smollm2: Target, dtype: st
         logits = smollm2.head(smollm2.forward(tokens).hidden[0, len(prompt) - 1 : -1]).float()
         recorded = logits.gather(1, tokens[0, len(prompt) :, None])[:, 0]
         behind.append(logits.max(-1).values - recorded)
-    smollm2.model.to(torch.bfloat16)
     gap = torch.cat(behind)
     assert gap.max() <= 0.5
     assert (gap == 0).float().mean() > 0.97
+
+
+@pytest.mark.slow
+def test_smollm2_says_the_same_however_its_weights_are_stored(monkeypatch: pytest.MonkeyPatch):
+    """Greedy tokens in float32: plain decoding, with a drafter, and with as many proposals as pay."""
+    said = []
+    for weights in ("plain", "packed"):
+        monkeypatch.setenv("CARRYOVER_WEIGHTS", weights)
+        target = Target.load("smollm2", "float32")
+        assert target.tokenizer is not None
+        drafter = decoding_drafter("smollm2-markov-carryover", target)
+        for prompt in load_prompts("gsm8k_test")[:3]:
+            ids = render_prompt(target.tokenizer, prompt.turns)
+            engines = Engine(target), Engine(target, drafter), Engine(target, drafter, proposals="auto")
+            said.append([engine.generate(ids, 48).tokens for engine in engines])
+            assert said[-1][0] == said[-1][1] == said[-1][2]
+    assert said[:3] == said[3:]
 
 
 def test_a_path_without_a_folder_is_no_hub_id(tmp_path: Path) -> None:
