@@ -36,8 +36,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 class Recording(Engine):
     """Keeps the block states of every round."""
 
-    def draft_states(self, batch: Batch) -> torch.Tensor:
-        states = super().draft_states(batch)
+    def draft_states(self, batch: Batch, count: int | None = None) -> torch.Tensor:
+        states = super().draft_states(batch, count)
         self.states.append(states)
         return states
 
