@@ -24,7 +24,9 @@ from torch import nn
 from carryover.decode.engine import Engine, Request
 from carryover.decode.trace import Generation
 from carryover.evaluate.environment import environment
+from carryover.precision import has_bf16_units
 from carryover.target import Target
+from carryover.weights import INPUT, PACKED_ALWAYS, PLAIN, Products
 
 
 def median_seconds(call: Callable[[], Any], times: int = 9) -> float:
@@ -45,20 +47,35 @@ def bandwidth() -> float:
 
 def matrix_seconds(shapes: list[tuple[int, int]], rows: int, dtype: torch.dtype) -> float:
     """Seconds of the products `[rows, i] x [i, o]`, each kind of shape timed alone on weights in cache, summed; the
-    weights stored by output or by input, whichever is quicker."""
+    weights stored by output, by input or packed, whichever is quickest."""
     total = 0.0
     for shape in set(shapes):
         x, w = torch.randn(rows, shape[0], dtype=dtype), torch.randn(shape[1], shape[0], dtype=dtype)
-        stored = (w, w.t().contiguous().t())
-        total += shapes.count(shape) * min(
-            median_seconds(lambda x=x, w=w: nn.functional.linear(x, w), 15)  # type: ignore[misc]
-            for w in stored
+        plans = (
+            (PLAIN, (INPUT, INPUT, INPUT), PACKED_ALWAYS) if has_bf16_units() or dtype == torch.float32 else (PLAIN,)
         )
+        products = [Products(w, None, plan) for plan in plans]
+        total += shapes.count(shape) * min(median_seconds(lambda x=x, p=p: p(x), 15) for p in products)  # type: ignore[misc]
     return total
 
 
 def shapes_of(module: nn.Module) -> list[tuple[int, int]]:
     return [(m.in_features, m.out_features) for m in module.modules() if isinstance(m, nn.Linear)]
+
+
+def seconds_by_rows(target: Target, ids: list[int], rounds: int) -> dict[int, float]:
+    """Medians of a verification of so many rows, in turns; 1 is plain decoding. The proposals are random."""
+    engine, longest = Engine(target), len(ids) + 16 * 5 * rounds
+    batch = engine.new_batch([Request(ids, longest)], 1)
+    engine.join(batch, Request(ids, longest), Generation(len(ids)))
+    found: dict[int, list[float]] = {rows: [] for rows in (1, 2, 4, 8, 16)}
+    for _ in range(rounds):
+        for rows, times in found.items():
+            proposals = torch.randint(target.vocab_size, (1, rows - 1))
+            began = time.perf_counter()
+            engine.commit(batch, proposals)
+            times.append(time.perf_counter() - began)
+    return {rows: statistics.median(times[1:]) for rows, times in found.items()}
 
 
 def main() -> None:
@@ -170,7 +187,11 @@ def main() -> None:
     }
     for name, share in shares.items():
         print(f"{name}: {share:.1%}")
-    print(json.dumps({"parts": table, "shares": shares, "environment": environment(target)}))
+    by_rows = seconds_by_rows(target, ids, max(4, args.rounds // 2)) if not args.compile else {}
+    for rows, spent in by_rows.items():
+        print(f"verification of {rows} rows: {1e3 * spent:.1f} ms, {spent / by_rows[1]:.2f} plain tokens")
+    record = {"parts": table, "shares": shares, "by_rows": by_rows, "environment": environment(target)}
+    print(json.dumps(record))
 
 
 if __name__ == "__main__":
