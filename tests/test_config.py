@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -357,3 +358,13 @@ def test_paper_setting():
             256,
             0.9,
         )
+
+
+def test_several_temperatures_are_saved_as_they_were(tmp_path: Path) -> None:
+    """As a list, without a complaint of the library that writes it."""
+    (tmp_path / "recipe.yaml").write_text(SMALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recipe = Recipe.load(tmp_path / "recipe.yaml", ["record.temperature=[0, 0.7]"])
+        assert recipe.record.temperature == (0.0, 0.7)
+        assert Recipe.model_validate(yaml.safe_load(recipe.to_yaml())) == recipe
