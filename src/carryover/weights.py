@@ -8,8 +8,9 @@ second, kept in the cache folder), and every weight is stored as its shape's `Pl
     input    with a contiguous transpose: MKL is up to twice as fast with few float32 rows on some processors
     packed   as oneDNN asks for it: two to four times as fast for 4 to 16 rows on others
 
-A packed weight replaces the plain one; both are kept only where each is clearly the best for some number of rows, which
-at most doubles the memory of that weight. `CARRYOVER_WEIGHTS=plain` or `packed` forces one for every shape and number
+A packed weight replaces the plain one; both are kept only where each is clearly the best for some number of rows. That
+at most doubles the memory of a layer; an LM head is kept as it is besides, for training and a tied embedding.
+`CARRYOVER_WEIGHTS=plain` or `packed` forces one for every shape and number
 of rows, so that a run can be repeated to the bit; sums are taken in another order otherwise.
 
 Letters: `n` rows, `in` and `out` the sizes of a linear layer.
