@@ -100,6 +100,9 @@ def test_several_temperatures_are_several_responses(
     rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     assert len(rows[0]) == 4 and len({tuple(row["id"] for row in sorted(r, key=lambda r: r["id"])) for r in rows}) == 1
     assert rows[1] != rows[2]
+    fewer = Recipe.model_validate({**settings, "record": {**settings["record"], "temperature": [0, 0.7]}})
+    with pytest.raises(InputError, match=r"does not ask for \(3-t0\.7\.jsonl"):  # it would be learnt from
+        module.record_responses(fewer, target, out / "recorded")
     alone = tmp_path / "alone.jsonl"
     prompts = load_prompts(settings["record"]["prompts"], limit=4)
     record(target, prompts, alone, Sampling(0.7), 12, 2, progress=False)

@@ -181,6 +181,7 @@ def test_a_loaded_target_is_packed_and_still_itself(tmp_path: Path) -> None:
     loaded = Target.load(tmp_path)
     layer = loaded.decoder.layers[0].mlp.down_proj
     assert isinstance(layer, ArrangedLinear) and loaded.fingerprint() == target.fingerprint()
+    assert "32 to 96" in loaded.weights()["ways"]  # the head too: its shape is not timed within the first token
     assert torch.equal(layer.weight, target.decoder.layers[0].mlp.down_proj.weight)
     hidden = torch.randn(2, 5, 32, requires_grad=True)
     loaded.head(hidden).sum().backward()

